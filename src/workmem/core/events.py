@@ -1,0 +1,104 @@
+"""Every decision is an event with a reason. Metrics, explain and tests read this one stream.
+
+Emitters call an `EventSink`; a sink never raises and never blocks. Keys are hex, cut to 16 digits:
+enough to join on, never enough to look a block up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from workmem.core.outcomes import MissReason, SourceRun, TierName
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=str.lower):
+    """Base of all events."""
+
+
+class BlockAdmitted(Event):
+    """A page became resident in a tier."""
+
+    tier: TierName
+    key: str
+    page_bytes: int
+
+
+class BlockEvicted(Event):
+    """A page left a tier to make room."""
+
+    tier: TierName
+    key: str
+    reason: str
+
+
+class BlockPromoted(Event):
+    """Pages moved toward the accelerator for a request."""
+
+    source: TierName
+    target: TierName
+    blocks: int
+    page_bytes: int
+    seconds: float
+
+
+class BlockQuarantined(Event):
+    """A copy failed its check and was taken out of service (rule R6)."""
+
+    tier: TierName
+    key: str
+    reason: MissReason
+
+
+class BoundReached(Event):
+    """A queue, pool, lease table or other bound was hit (rule R10). `name` is stable, dotted."""
+
+    name: str
+    limit: int
+    detail: str = ""
+
+
+class TierStateChanged(Event):
+    """A tier tripped to ERROR or came back."""
+
+    tier: TierName
+    state: str
+    reason: str
+
+
+class RequestAdmitted(Event):
+    """A request starts: its whole growth is committed."""
+
+    request_id: str
+    prompt_tokens: int
+    committed_blocks: int
+    queued_s: float
+
+
+class RequestPreempted(Event):
+    """A running request gave way and will resume with nothing lost."""
+
+    request_id: str
+    by: str
+    reason: str
+
+
+class RequestFinished(Event):
+    """A request ended; `sources` account for every prompt token."""
+
+    request_id: str
+    finish_reason: str
+    sources: tuple[SourceRun, ...]
+    completion_tokens: int
+    queued_s: float
+    ttft_s: float
+    total_s: float
+
+
+EventSink = Callable[[Event], None]
+
+
+def discard(event: Event) -> None:
+    """The sink that keeps nothing."""
+    del event

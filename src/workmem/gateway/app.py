@@ -1,0 +1,156 @@
+"""The HTTP front, flat: which path runs which endpoint."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from workmem.core.generation import Engine
+from workmem.gateway.chat import chat_completions
+from workmem.gateway.completions import completions
+from workmem.gateway.config import ServerConfig
+from workmem.gateway.exchange import Answer, Boundary, Endpoint, Exchange, state_of
+from workmem.gateway.explain import RequestLog, explain_request, list_requests
+from workmem.gateway.failures import Refusal, error_response, json_response
+from workmem.gateway.generation import Service
+from workmem.gateway.keys import ApiKeys
+from workmem.gateway.metrics import Metrics
+from workmem.gateway.models import get_model, list_models
+from workmem.index.history import PromptHistory
+from workmem.prompt.identity import SessionInferrer
+
+Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
+
+
+def build_app(
+    engine: Engine,
+    config: ServerConfig | None = None,
+    *,
+    history: PromptHistory | None = None,
+    metrics: Metrics | None = None,
+    close_engine: bool = True,
+) -> Starlette:
+    """The OpenAI-compatible server of `engine`.
+
+    The caller who wants events counted makes `metrics` (with the engine's gauges) and hands
+    `metrics.events` to the emitters. With `close_engine` the engine is closed when the server stops.
+    """
+    config = config or ServerConfig()
+    history = history or PromptHistory(prompts_max=config.explain_prompts_max)
+    metrics = metrics or Metrics(engine.gauges)
+    request_log = RequestLog(config.explain_prompts_max)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        del app
+        try:
+            yield
+        finally:
+            if close_engine:
+                await engine.close()
+
+    app = assemble(
+        [
+            ("/v1/models", "GET", list_models),
+            ("/v1/models/{id:path}", "GET", get_model),
+            ("/v1/chat/completions", "POST", chat_completions),
+            ("/v1/completions", "POST", completions),
+            ("/debug/requests", "GET", list_requests),
+            ("/debug/requests/{id}", "GET", explain_request),
+        ],
+        config=config,
+        metrics=metrics,
+        health=_engine_health,
+        lifespan=lifespan,
+    )
+    app.state.history = history
+    app.state.request_log = request_log
+    app.state.service = Service(
+        engine=engine,
+        history=history,
+        request_log=request_log,
+        metrics=metrics,
+        sessions=SessionInferrer(),
+        keepalive_s=config.keepalive_s,
+        request_timeout_s=config.request_timeout_s,
+    )
+    return app
+
+
+def assemble(
+    endpoints: Sequence[tuple[str, str, Endpoint]],
+    *,
+    config: ServerConfig,
+    metrics: Metrics,
+    health: Endpoint,
+    lifespan: Lifespan,
+) -> Starlette:
+    """An application of (path, method, endpoint), with health and metrics, which ask for no key."""
+    keys = ApiKeys.load(config.api_key_file)
+    everyone = ApiKeys({})
+    routes = [_route(path, method, Boundary(end, config, keys), metrics) for path, method, end in endpoints]
+    routes += [
+        _route("/health", "GET", Boundary(health, config, everyone), metrics),
+        _route("/metrics", "GET", Boundary(_metrics_page, config, everyone), metrics),
+    ]
+    app = Starlette(
+        routes=routes, exception_handlers={404: _no_such_path, 405: _no_such_path}, lifespan=lifespan
+    )
+    app.state.keys = keys
+    app.state.metrics = metrics
+    return app
+
+
+def _route(path: str, method: str, boundary: ASGIApp, metrics: Metrics) -> Route:
+    return Route(path, _Counted(path, boundary, metrics), methods=[method])
+
+
+class _Counted:
+    """Counts requests by route, so that labels stay few."""
+
+    def __init__(self, path: str, app: ASGIApp, metrics: Metrics) -> None:
+        self._path = path
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve and count."""
+        status = "dropped"
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = str(message["status"])
+            await send(message)
+
+        with self._metrics.http_running.track_inprogress():
+            try:
+                await self._app(scope, receive, watched)
+            finally:
+                self._metrics.http.labels(self._path, status).inc()
+
+
+async def _engine_health(exchange: Exchange) -> Answer:
+    engine: Engine = state_of(exchange.request, "service").engine
+    body = {"status": "ok", "model": engine.info.name, "time": time.time(), "gauges": engine.gauges()}
+    return json_response(body)
+
+
+async def _metrics_page(exchange: Exchange) -> Answer:
+    metrics: Metrics = state_of(exchange.request, "metrics")
+    return Response(metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def _no_such_path(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    text = f"{request.method} {request.url.path[:256]} is not served here."
+    code = "unknown_url" if error.status_code == 404 else "method_not_allowed"
+    return error_response(Refusal(error.status_code, text, code=code, headers=dict(error.headers or {})))

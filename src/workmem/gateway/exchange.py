@@ -1,0 +1,184 @@
+"""One HTTP request from its first byte to its last: the boundary that every endpoint shares.
+
+`Boundary` authenticates, reads the body within its bounds, runs the endpoint while watching for the
+client to leave, turns errors into answers, and lets go of everything the endpoint holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import uuid
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Any, Protocol
+
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.types import Message, Receive, Scope, Send
+
+from workmem.core.units import parse_bytes
+from workmem.gateway.config import ServerConfig
+from workmem.gateway.failures import ClientGone, Refusal, error_response
+from workmem.gateway.keys import ApiKeys
+
+log = logging.getLogger("workmem.gateway")
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+class Answer(Protocol):
+    """Anything that can be sent: a starlette response, or a stream of ours."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        ...
+
+
+class Exchange:
+    """What an endpoint gets to work with."""
+
+    def __init__(self, request: Request, *, request_id: str, tenant: str, body: bytes) -> None:
+        self.request = request
+        self.request_id = request_id
+        """The client's `x-request-id` if it sent a usable one, else ours."""
+        self.tenant = tenant
+        self.body = body
+        self.held = AsyncExitStack()
+        """What must be closed when the exchange ends, however it ends."""
+
+
+Endpoint = Callable[[Exchange], Awaitable[Answer]]
+
+
+class Boundary:
+    """ASGI application around one endpoint."""
+
+    def __init__(self, endpoint: Endpoint, config: ServerConfig, keys: ApiKeys) -> None:
+        self._endpoint = endpoint
+        self._config = config
+        self._keys = keys
+        self._body_bytes_max = parse_bytes(config.body_bytes_max)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        request = Request(scope, receive)
+        request_id = request_id_of(request.headers.get("x-request-id", ""))
+        timed = _TimedSend(scope, send, request_id, self._config.send_timeout_s)
+        try:
+            tenant = self._keys.tenant(request.headers)
+            body = await self._read_body(request, receive)
+        except Refusal as refusal:
+            if refusal.status in (408, 413):
+                # The rest of the body is still on its way; the connection cannot be used again.
+                refusal.headers["connection"] = "close"
+            await error_response(refusal)(scope, receive, timed)
+            return
+        except ClientGone:
+            return
+        exchange = Exchange(request, request_id=request_id, tenant=tenant, body=body)
+        work = asyncio.create_task(self._serve(exchange, scope, receive, timed))
+        gone = asyncio.create_task(_disconnect(receive))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if timed.is_complete:
+                # The server reports a finished response as a disconnect; there is only tidying left.
+                await asyncio.wait({work})
+        finally:
+            # Also when the server itself gives up on us at shutdown.
+            gone.cancel()
+            work.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+        if (
+            not work.cancelled()
+            and (error := work.exception()) is not None
+            and not isinstance(error, ClientGone)
+        ):
+            raise error
+
+    async def _serve(self, exchange: Exchange, scope: Scope, receive: Receive, send: _TimedSend) -> None:
+        async with exchange.held:
+            try:
+                async with asyncio.timeout(self._config.request_timeout_s):
+                    answer = await self._endpoint(exchange)
+            except Exception as error:
+                answer = error_response(error)
+                if getattr(answer, "status_code", 0) >= 500:
+                    log.warning("request %s failed", exchange.request_id, exc_info=error)
+            await answer(scope, receive, send)
+
+    async def _read_body(self, request: Request, receive: Receive) -> bytes:
+        length = request.headers.get("content-length", "")
+        if length.isdecimal() and int(length) > self._body_bytes_max:
+            raise self._too_large()
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._config.read_timeout_s):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    body += message.get("body", b"")
+                    if len(body) > self._body_bytes_max:
+                        raise self._too_large()
+                    if not message.get("more_body", False):
+                        return bytes(body)
+        except TimeoutError as error:
+            limit = self._config.read_timeout_s
+            text = f"The request body did not arrive within {limit:g} s (server.read_timeout_s)."
+            raise Refusal(408, text, code="request_timeout") from error
+
+    def _too_large(self) -> Refusal:
+        text = f"The request body is larger than {self._config.body_bytes_max} (server.body_bytes_max)."
+        return Refusal(413, text, code="request_too_large")
+
+
+def request_id_of(given: str) -> str:
+    """`given` if it is safe to put into headers and logs, else an id of our own."""
+    return given if _REQUEST_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class _TimedSend:
+    """Sends with a deadline per message, and stamps the request id on the headers.
+
+    The transport buffers a bounded number of bytes and then makes us wait; a client that keeps us
+    waiting too long is cut off, so that it cannot hold an answer in memory.
+    """
+
+    def __init__(self, scope: Scope, send: Send, request_id: str, timeout_s: float) -> None:
+        self._abort: Callable[[], None] | None = scope.get("workmem.abort")
+        self._send = send
+        self._request_id = request_id
+        self._timeout_s = timeout_s
+        self.is_complete = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message)["x-request-id"] = self._request_id
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                self.is_complete = message["type"] == "http.response.body" and not message.get("more_body")
+                await self._send(message)
+        except TimeoutError as error:
+            log.warning(
+                "request %s: client took no byte for %g s, dropped", self._request_id, self._timeout_s
+            )
+            if self._abort is not None:
+                self._abort()
+                await asyncio.sleep(0)  # Lets the server notice, or it would call our answer incomplete.
+            raise ClientGone from error
+
+
+def header_map(request: Request) -> dict[str, str]:
+    """Header names in lower case, last one wins."""
+    return {name.lower(): value for name, value in request.headers.items()}
+
+
+def state_of(request: Request, name: str) -> Any:
+    """A service that `build_app` put into the application's state."""
+    return getattr(request.app.state, name)

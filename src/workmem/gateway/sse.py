@@ -1,0 +1,53 @@
+"""Server-sent events: headers after the first event is certain, an error event if it breaks later."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from workmem.gateway.failures import ClientGone, describe
+
+log = logging.getLogger("workmem.gateway")
+DONE = b"data: [DONE]\n\n"
+KEEPALIVE = b": keepalive\n\n"
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+def event(value: Any) -> bytes:
+    """`value` as one event."""
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+class EventStream:
+    """Sends `events` until they end. `timeout_s` bounds the whole stream."""
+
+    def __init__(self, events: AsyncIterator[bytes], timeout_s: float) -> None:
+        self._events = events
+        self._timeout_s = timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream."""
+        del scope, receive
+        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        try:
+            async with asyncio.timeout(self._timeout_s), aclosing(self._events) as events:  # type: ignore[type-var]
+                async for data in events:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+        except ClientGone:
+            raise
+        except Exception as error:
+            status, body, _ = describe(error)
+            if status >= 500:
+                log.warning("stream failed", exc_info=error)
+            await send({"type": "http.response.body", "body": event(body), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

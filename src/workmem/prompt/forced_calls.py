@@ -1,0 +1,72 @@
+"""The JSON schema that an answer must satisfy when `tool_choice` demands a call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from workmem.core.errors import ClientError
+from workmem.prompt.openai import ChatRequest, NamedToolChoice
+
+
+def offered_names(request: ChatRequest) -> list[str]:
+    """Names of the tools the model may call now; none with `tool_choice: none`."""
+    tools = [] if request.tool_choice == "none" else request.tools or []
+    return [tool.function.name for tool in tools]
+
+
+def forced_schema(request: ChatRequest, tools: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Schema of `{"name", "arguments"}`, or None where the model may answer freely.
+
+    Raises ClientError if the choice names no offered tool.
+    """
+    choice = request.tool_choice
+    if choice is None or choice in ("auto", "none"):
+        return None
+    functions: list[dict[str, Any]] = [tool["function"] for tool in tools]
+    if isinstance(choice, NamedToolChoice):
+        wanted = choice.function.name
+        functions = [function for function in functions if function["name"] == wanted][:1]
+        if not functions:
+            raise ClientError(
+                f"tool_choice names the function {wanted!r}, which is not among tools.",
+                param="tool_choice.function.name",
+            )
+    if not functions:
+        raise ClientError("tool_choice 'required' needs at least one tool.", param="tool_choice")
+    definitions: dict[str, Any] = {}
+    variants = [_variant(function, f"t{i}", definitions) for i, function in enumerate(functions)]
+    schema: dict[str, Any] = variants[0] if len(variants) == 1 else {"anyOf": variants}
+    return {**schema, "$defs": definitions} if definitions else schema
+
+
+def _variant(function: dict[str, Any], key: str, definitions: dict[str, Any]) -> dict[str, Any]:
+    parameters: Any = function.get("parameters") or {"type": "object"}
+    if _has_reference(parameters):
+        # References count from the root of a document, so a schema that has some moves as a whole.
+        definitions[key] = _rebase(parameters, f"#/$defs/{key}")
+        parameters = {"$ref": f"#/$defs/{key}"}
+    return {
+        "type": "object",
+        "properties": {"name": {"const": function["name"]}, "arguments": parameters},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
+
+
+def _has_reference(value: Any) -> bool:
+    if isinstance(value, dict):
+        return isinstance(value.get("$ref"), str) or any(_has_reference(item) for item in value.values())
+    return isinstance(value, list) and any(_has_reference(item) for item in value)
+
+
+def _rebase(value: Any, root: str) -> Any:
+    if isinstance(value, list):
+        return [_rebase(item, root) for item in value]
+    if not isinstance(value, dict):
+        return value
+    out = {key: _rebase(item, root) for key, item in value.items()}
+    reference = out.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        out["$ref"] = root + reference[1:]
+    return out

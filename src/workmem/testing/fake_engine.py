@@ -1,0 +1,144 @@
+"""An engine without a model, for what a real one cannot be made to do on demand: faults and timing.
+
+Tokens are bytes. It answers what `answer` says, in pieces of `step` bytes, remembers prompts in full
+blocks like a cache would, and counts what runs and what was cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from workmem.core.errors import ContextTooLong
+from workmem.core.generation import (
+    Delta,
+    GenerateRequest,
+    ModelInfo,
+    RenderedPrompt,
+    Span,
+    TokenLogprob,
+    Usage,
+)
+from workmem.core.layout import BLOCK_TOKENS
+from workmem.core.outcomes import MissReason, SourceRun
+from workmem.prompt.default_tools import as_plain_chat
+
+Answer = Callable[[GenerateRequest], str]
+
+
+class FakeEngine:
+    """See the module. Set the attributes between requests to change what happens next."""
+
+    def __init__(self, answer: str | Answer = "Hello there, friend.", *, name: str = "fake-model") -> None:
+        self.info = ModelInfo(
+            name=name, fingerprint="f" * 16, max_context=4096, dtype="fp32", created=1_700_000_000
+        )
+        self.answer = answer
+        self.step = 3
+        self.delay_s = 0.0
+        """Before each piece."""
+        self.first_error: Exception | None = None
+        """Raised instead of the first delta."""
+        self.later_error: Exception | None = None
+        """Raised instead of the second delta."""
+        self.requests: list[GenerateRequest] = []
+        self.rendered: list[list[dict[str, Any]]] = []
+        self.running = 0
+        self.cancelled: list[str] = []
+        self.is_closed = False
+        self._seen: set[bytes] = set()
+
+    def encode(self, text: str) -> list[int]:
+        """The bytes of `text`."""
+        return list(text.encode())
+
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        tools: Sequence[dict[str, Any]] = (),
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> RenderedPrompt:
+        """`role: content` lines; the template knows no tools."""
+        del template_kwargs
+        chat = as_plain_chat(messages, tools)
+        self.rendered.append(chat.messages)
+        token_ids: list[int] = []
+        spans: list[Span] = []
+        lines = [
+            (path, f"{item['role']}: {item['content']}\n") for path, item in zip(chat.paths, chat.messages)
+        ]
+        for path, text in [*lines, ("template", "assistant: ")]:
+            start = len(token_ids)
+            token_ids += text.encode("utf-8", "replace")
+            spans.append(Span(path, start, len(token_ids)))
+        return RenderedPrompt(token_ids=token_ids, spans=tuple(spans))
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+        """Stream the answer; see `Engine.generate`."""
+        self.requests.append(request)
+        prompt_tokens = len(request.token_ids)
+        if prompt_tokens >= self.info.max_context:
+            raise ContextTooLong(
+                f"The prompt has {prompt_tokens} tokens; the limit is {self.info.max_context}."
+            )
+        if self.first_error is not None:
+            raise self.first_error
+        self.running += 1
+        is_finished = False
+        try:
+            async for delta in self._deltas(request):
+                is_finished = delta.finish_reason is not None
+                yield delta
+        finally:
+            self.running -= 1
+            if not is_finished:
+                self.cancelled.append(request.id)
+
+    async def _deltas(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+        sources = self._lookup(request.token_ids)
+        answer = self.answer if isinstance(self.answer, str) else self.answer(request)
+        reason = "stop"
+        for stop in request.sampling.stop:
+            answer = answer.split(stop)[0]
+        limit = request.sampling.max_tokens
+        if limit is not None and len(answer) > limit:
+            answer, reason = answer[:limit], "length"
+        for count, start in enumerate(range(0, len(answer), self.step)):
+            await asyncio.sleep(self.delay_s)
+            if count == 1 and self.later_error is not None:
+                raise self.later_error
+            yield self._delta(answer[start : start + self.step], request.sampling.logprobs)
+        usage = Usage(prompt_tokens=len(request.token_ids), completion_tokens=len(answer), sources=sources)
+        yield Delta(finish_reason=reason, usage=usage)
+
+    def _delta(self, text: str, top: int | None) -> Delta:
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if top is not None:
+            logprobs = tuple(
+                TokenLogprob(
+                    ord(char), char, -0.5, tuple((ord("a") + i, chr(97 + i), -0.5 - i) for i in range(top))
+                )
+                for char in text
+            )
+        return Delta(text=text, token_ids=tuple(text.encode("utf-8", "replace")), logprobs=logprobs)
+
+    def _lookup(self, token_ids: Sequence[int]) -> tuple[SourceRun, ...]:
+        blocks = [
+            bytes(token % 256 for token in token_ids[:end])
+            for end in range(BLOCK_TOKENS, len(token_ids), BLOCK_TOKENS)
+        ]
+        hits = next((i for i, block in enumerate(blocks) if block not in self._seen), len(blocks))
+        self._seen.update(blocks)
+        cached = hits * BLOCK_TOKENS
+        runs = [SourceRun("vram", cached)] if cached else []
+        return (*runs, SourceRun("computed", len(token_ids) - cached, MissReason.COLD))
+
+    def gauges(self) -> dict[str, float]:
+        """What runs."""
+        return {"num_requests_running": float(self.running), "num_requests_waiting": 0.0}
+
+    async def close(self) -> None:
+        """Remember that it was asked for."""
+        self.is_closed = True

@@ -1,0 +1,208 @@
+"""Text to token ids, and chat messages to a prompt whose every token knows the field it renders."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from workmem.core.errors import ClientError, ConfigError
+from workmem.core.generation import RenderedPrompt
+from workmem.engines.embedded.prompt_spans import Needle, locate, spans_of_tokens
+from workmem.prompt.default_tools import as_plain_chat, developer_as_system
+
+END_OF_TURN_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|end_of_turn|>")
+"""Ends of an assistant's turn that configurations forget to list as end of text."""
+
+
+class ModelTokenizer:
+    """The tokenizer and chat template of a model folder (or GGUF file). Safe to use from several threads."""
+
+    def __init__(self, folder: Path) -> None:
+        gguf = {"gguf_file": folder.name} if folder.is_file() else {}
+        place = folder.parent if gguf else folder
+        try:
+            self.hf: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(
+                place, local_files_only=True, **gguf
+            )
+            # The fast core has no shared mutable state, unlike the wrapper's padding and truncation.
+            self.backend: Tokenizer = self.hf.backend_tokenizer
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+            raise ConfigError(
+                f"$.engine.model: {folder} has no usable tokenizer (tokenizer.json): {error}"
+            ) from error
+        self.eos_ids = _eos_ids(folder, self.hf)
+        self._reserved = frozenset(inspect.signature(self.hf.apply_chat_template).parameters) - {"documents"}
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of raw text, with the leading token the model expects, if any."""
+        return self.backend.encode(text, add_special_tokens=True).ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of `token_ids` without special tokens."""
+        return self.backend.decode(list(token_ids), skip_special_tokens=True)
+
+    def token_text(self, token_id: int) -> str:
+        """One token as text, special ones too; part of a character shows as U+FFFD."""
+        return self.backend.decode([token_id], skip_special_tokens=False)
+
+    def knows_tools(self) -> bool:
+        """Whether the chat template renders tools itself."""
+        return "tools" in self._template([])
+
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        tools: Sequence[dict[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> RenderedPrompt:
+        """Render `messages` up to the assistant's turn. See `Engine.render_chat`; raises ClientError."""
+        kwargs = dict(template_kwargs or {})
+        for name in sorted(self._reserved & kwargs.keys()):
+            raise ClientError(f"chat_template_kwargs.{name} cannot be set", param="chat_template_kwargs")
+        template = self._template(tools)
+        chat = [_plain_content(message, index) for index, message in enumerate(messages)]
+        if "developer" not in template:
+            chat = developer_as_system(chat)
+        if "tools" in template:
+            given = list(tools)
+            chat = [_parsed_calls(message) for message in chat]
+            paths = [f"messages[{index}].content" for index in range(len(chat))]
+        else:
+            given = []
+            plain = as_plain_chat(chat, tools)
+            chat, paths = plain.messages, plain.paths
+        text = self._apply(template, chat, given, kwargs)
+        needles = _needles(chat, paths)
+        marked = self._mark(template, chat, given, kwargs, needles)
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        spans = spans_of_tokens(locate(text, marked, needles, tools), encoding.offsets)
+        return RenderedPrompt(token_ids=encoding.ids, spans=spans)
+
+    def _template(self, tools: Sequence[dict[str, Any]]) -> str:
+        if self.hf.chat_template is None:
+            raise ClientError(
+                "This model has no chat template: use /v1/completions, or serve an instruction-tuned model",
+                param="messages",
+            )
+        return self.hf.get_chat_template(tools=list(tools) or None)
+
+    def _apply(
+        self, template: str, chat: list[dict[str, Any]], tools: list[dict[str, Any]], kwargs: dict[str, Any]
+    ) -> str:
+        try:
+            return self.hf.apply_chat_template(
+                chat,
+                tools=tools or None,
+                chat_template=template,
+                tokenize=False,
+                add_generation_prompt=True,
+                **kwargs,
+            )
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            # A template is a program over the request's data; what it trips over is in the request.
+            raise ClientError(
+                f"The model's chat template refuses the messages: {error}", param="messages"
+            ) from error
+
+    def _mark(
+        self,
+        template: str,
+        chat: list[dict[str, Any]],
+        tools: list[dict[str, Any]],
+        kwargs: dict[str, Any],
+        needles: Sequence[Needle],
+    ) -> str | None:
+        """The rendering with a mark in place of each field; None where the template refuses marks."""
+        marked: list[dict[str, Any]] = [
+            {
+                **message,
+                "tool_calls": [
+                    {**call, "function": dict(call["function"])} for call in message["tool_calls"]
+                ],
+            }
+            if message.get("tool_calls")
+            else dict(message)
+            for message in chat
+        ]
+        for needle in needles:
+            target = marked[needle.message]
+            if needle.call is not None:
+                target = target["tool_calls"][needle.call]["function"]
+            target[needle.field] = needle.mark
+        try:
+            return self._apply(template, marked, tools, kwargs)
+        except ClientError:
+            return None
+
+
+def _needles(chat: Sequence[dict[str, Any]], paths: Sequence[str]) -> list[Needle]:
+    needles: list[Needle] = []
+    for index, (message, path) in enumerate(zip(chat, paths, strict=True)):
+        content = message.get("content")
+        if isinstance(content, str) and content:
+            needles.append(Needle(len(needles), path, index, None, "content", content))
+        for number, call in enumerate(message.get("tool_calls") or ()):
+            arguments = call["function"].get("arguments")
+            if arguments:
+                field = path.removesuffix("content") + f"tool_calls[{number}].function.arguments"
+                needles.append(Needle(len(needles), field, index, number, "arguments", arguments))
+    return needles
+
+
+def _plain_content(message: dict[str, Any], index: int) -> dict[str, Any]:
+    """`message` with text content: parts are joined by a newline, None becomes empty."""
+    content: Any = message.get("content")
+    if content is None:
+        return {**message, "content": ""}
+    if isinstance(content, str):
+        return message
+    texts: list[str] = []
+    for number, part in enumerate(content):
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            raise ClientError(
+                f"messages[{index}].content[{number}] is not a text part; this model reads text only",
+                param=f"messages[{index}].content[{number}]",
+            )
+        texts.append(part["text"])
+    return {**message, "content": "\n".join(texts)}
+
+
+def _parsed_calls(message: dict[str, Any]) -> dict[str, Any]:
+    """`message` with call arguments as objects, as templates expect them; the wire has them as JSON text."""
+    if not message.get("tool_calls"):
+        return message
+    calls: list[dict[str, Any]] = []
+    for call in message["tool_calls"]:
+        function = dict(call.get("function") or {})
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            # A history may hold a broken call; the model sees what it once wrote.
+            with contextlib.suppress(ValueError, RecursionError):
+                function["arguments"] = json.loads(arguments) if arguments.strip() else {}
+        calls.append({**call, "function": function})
+    return {**message, "tool_calls": calls}
+
+
+def _eos_ids(folder: Path, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        file = folder / name
+        if file.is_file():
+            value: Any = json.loads(file.read_bytes()).get("eos_token_id")
+            found.update(value if isinstance(value, list) else [] if value is None else [value])
+    if tokenizer.eos_token_id is not None:
+        found.add(tokenizer.eos_token_id)
+    for token in END_OF_TURN_TOKENS:
+        number = tokenizer.backend_tokenizer.token_to_id(token)
+        if number is not None:
+            found.add(number)
+    return frozenset(found)

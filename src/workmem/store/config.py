@@ -1,0 +1,42 @@
+"""Settings of the store. Sizes take units ("2GiB"); defaults suit a laptop."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+
+class DramConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[store.dram]`: the arena that every page passes through."""
+
+    bytes: str | int = "2GiB"
+    """Size of the arena. Memory is taken page by page as it is used, never given up before the end."""
+    path: str = ""
+    """File that backs the arena (persistent or CXL memory as a DAX file, tmpfs); empty is plain memory."""
+
+
+class SsdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[store.ssd]`: pages that outlive the process."""
+
+    enabled: bool = True
+    path: str = "~/.cache/workmem/store"
+    """Folder; owned by one process at a time."""
+    bytes: str | int = "8GiB"
+    """Most bytes of segment files; the journal comes on top (about 120 bytes a page)."""
+    io: Literal["direct", "buffered"] = "direct"
+    """Direct bypasses the page cache; where a filesystem refuses, buffered is used and said."""
+    readers: Annotated[int, Meta(ge=1, le=16)] = 3
+    """Threads that bring pages to dram."""
+    retry_s: Annotated[float, Meta(gt=0)] = 30.0
+    """Pause before a tier that tripped is tried again."""
+
+
+class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[store]` of the configuration."""
+
+    dram: DramConfig = DramConfig()
+    ssd: SsdConfig = SsdConfig()
+    save_queue_pages: Annotated[int, Meta(ge=1)] = 8192
+    """Most pages waiting to be copied into dram; more are dropped, counted and said."""

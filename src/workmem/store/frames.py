@@ -1,0 +1,193 @@
+"""Frames: page-sized places in the arena, cut out of slabs, and the exact ledger of who holds what.
+
+The arena is cut into slabs of equal size. A slab (or a run of them, for pages larger than one) serves
+frames of a single size while any of them is in use and goes back when none is, so that layouts of
+several models share one arena. Rules cited as R1-R10 are in docs/internals/buffer-rules.md.
+
+No lock here: only the pool calls this, under its own (R1).
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Generic, TypeVar
+
+from workmem.core.errors import InvariantError
+
+SLAB_BYTES_MAX = 16 * 2**20
+_SLABS_MIN = 32
+"""A small arena is cut finer, so that one layout cannot take it in a few slabs."""
+
+T = TypeVar("T")
+
+
+class FrameState(Enum):
+    """Where a frame is in its life."""
+
+    FREE = "free"
+    RESERVED = "reserved"
+    FILLING = "filling"
+    RESIDENT = "resident"
+    EVICTING = "evicting"
+    QUARANTINED = "quarantined"
+
+
+_NEXT: dict[FrameState, frozenset[FrameState]] = {
+    FrameState.FREE: frozenset({FrameState.RESERVED}),
+    FrameState.RESERVED: frozenset({FrameState.FILLING, FrameState.FREE}),
+    FrameState.FILLING: frozenset({FrameState.RESIDENT, FrameState.QUARANTINED, FrameState.FREE}),
+    FrameState.RESIDENT: frozenset({FrameState.EVICTING, FrameState.QUARANTINED}),
+    FrameState.EVICTING: frozenset({FrameState.FREE}),
+    FrameState.QUARANTINED: frozenset({FrameState.FREE}),
+}
+
+
+class Frame(Generic[T]):
+    """A place for one page. `pins` counts holds (R3); `generation` grows with every new tenant page."""
+
+    __slots__ = ("generation", "offset", "owner", "pins", "size", "slab", "state")
+
+    def __init__(self, slab: Slab[T], offset: int, size: int) -> None:
+        self.slab = slab
+        self.offset = offset
+        self.size = size
+        self.state = FrameState.FREE
+        self.pins = 0
+        self.generation = 0
+        self.owner: T | None = None
+
+
+class Slab(Generic[T]):
+    """A run of arena slabs that serves frames of one size."""
+
+    __slots__ = ("first", "frames", "free", "span")
+
+    def __init__(self, first: int, span: int, slab_bytes: int, frame_bytes: int) -> None:
+        self.first = first
+        self.span = span
+        count = span * slab_bytes // frame_bytes
+        self.frames: list[Frame[T]] = [
+            Frame(self, first * slab_bytes + index * frame_bytes, frame_bytes) for index in range(count)
+        ]
+        # Popped from the end: low addresses first, so that neighbours in a prefix are neighbours in memory.
+        self.free = self.frames[::-1]
+
+    @property
+    def used(self) -> int:
+        """Frames that are not FREE."""
+        return len(self.frames) - len(self.free)
+
+
+class FrameTable(Generic[T]):
+    """All frames of an arena. `reserve` takes one, `free` gives it back, `move` checks every step."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.slab_bytes = _slab_bytes(capacity_bytes)
+        self.slab_count = capacity_bytes // self.slab_bytes
+        self.capacity_bytes = capacity_bytes
+        self._vacant = [True] * self.slab_count
+        self._slabs: dict[int, dict[int, Slab[T]]] = {}
+        self.ledger: dict[FrameState, int] = dict.fromkeys(FrameState, 0)
+        self.ledger[FrameState.FREE] = capacity_bytes
+        self.in_use = 0
+        """Frames that are not FREE."""
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all frames that are not FREE."""
+        return self.capacity_bytes - self.ledger[FrameState.FREE]
+
+    def holdable_bytes(self, frame_bytes: int) -> int:
+        """Bytes of frames of this size that an empty arena offers."""
+        span = self._span(frame_bytes)
+        return self.slab_count // span * (span * self.slab_bytes // frame_bytes) * frame_bytes
+
+    def reserve(self, frame_bytes: int) -> Frame[T] | None:
+        """FREE -> RESERVED, or None when neither a frame of this size nor a vacant slab is left."""
+        slab = self._slab_with_room(frame_bytes)
+        if slab is None:
+            return None
+        frame = slab.free.pop()
+        self.in_use += 1
+        self.move(frame, FrameState.RESERVED)
+        return frame
+
+    def move(self, frame: Frame[T], state: FrameState) -> None:
+        """Change state and ledger together. Raises InvariantError on a step the machine lacks."""
+        if state not in _NEXT[frame.state]:
+            raise InvariantError(
+                f"frame at {frame.offset}: {frame.state.value} -> {state.value} is no legal step"
+            )
+        if frame.pins and state in (FrameState.EVICTING, FrameState.FREE):
+            raise InvariantError(f"frame at {frame.offset}: {state.value} with {frame.pins} pins (R3)")
+        self.ledger[frame.state] -= frame.size
+        self.ledger[state] += frame.size
+        frame.state = state
+
+    def free(self, frame: Frame[T]) -> None:
+        """Give a frame back through the one path there is (R5); an empty slab goes back with it."""
+        self.move(frame, FrameState.FREE)
+        frame.generation += 1
+        frame.owner = None
+        self.in_use -= 1
+        slab = frame.slab
+        slab.free.append(frame)
+        if slab.used == 0:
+            del self._slabs[frame.size][slab.first]
+            for index in range(slab.first, slab.first + slab.span):
+                self._vacant[index] = True
+
+    def slabs_of_size(self, frame_bytes: int) -> list[Slab[T]]:
+        """Slabs that serve frames of this size now."""
+        return list(self._slabs.get(frame_bytes, {}).values())
+
+    def sizes(self) -> list[int]:
+        """Frame sizes in use now."""
+        return [size for size, slabs in self._slabs.items() if slabs]
+
+    def audit(self) -> None:
+        """Recount every frame. Raises InvariantError unless the ledger is exact to the byte."""
+        count = dict.fromkeys(FrameState, 0)
+        in_use = 0
+        for slabs in self._slabs.values():
+            for slab in slabs.values():
+                for frame in slab.frames:
+                    count[frame.state] += frame.size
+                    in_use += frame.state is not FrameState.FREE
+        used = sum(held for state, held in count.items() if state is not FrameState.FREE)
+        count[FrameState.FREE] = self.capacity_bytes - used
+        if count != self.ledger or in_use != self.in_use:
+            raise InvariantError(
+                f"ledger {self.ledger} with {self.in_use} frames, counted {count} with {in_use}"
+            )
+
+    def _span(self, frame_bytes: int) -> int:
+        return -(-frame_bytes // self.slab_bytes)
+
+    def _slab_with_room(self, frame_bytes: int) -> Slab[T] | None:
+        slabs = self._slabs.setdefault(frame_bytes, {})
+        # The newest slab is the likely one to have room; older ones fill up behind it.
+        for slab in reversed(slabs.values()):
+            if slab.free:
+                return slab
+        first = self._vacant_run(self._span(frame_bytes))
+        if first is None:
+            return None
+        slab = Slab[T](first, self._span(frame_bytes), self.slab_bytes, frame_bytes)
+        for index in range(first, first + slab.span):
+            self._vacant[index] = False
+        slabs[first] = slab
+        return slab
+
+    def _vacant_run(self, span: int) -> int | None:
+        run = 0
+        for index, vacant in enumerate(self._vacant):
+            run = run + 1 if vacant else 0
+            if run == span:
+                return index - span + 1
+        return None
+
+
+def _slab_bytes(capacity_bytes: int) -> int:
+    fine = max(4096, capacity_bytes // _SLABS_MIN // 4096 * 4096)
+    return min(SLAB_BYTES_MAX, fine)

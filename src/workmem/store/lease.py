@@ -1,0 +1,112 @@
+"""A lease: the hold on a prefix of pages in dram (R3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from workmem.core.errors import LeaseError
+from workmem.core.keys import BlockKey
+from workmem.core.layout import KVLayout
+from workmem.core.outcomes import MissReason
+from workmem.store.frames import Frame
+from workmem.store.records import Record
+
+if TYPE_CHECKING:
+    from workmem.store.pool import Pool
+
+
+class PageLease:
+    """See `store.contract.Lease`. Made by `Pool.lease`; its fields are the pool's, under its lock."""
+
+    def __init__(
+        self, pool: Pool, layout: KVLayout, keys: tuple[BlockKey, ...], owner: str, deadline: float
+    ) -> None:
+        self._pool = pool
+        self._layout = layout
+        self._keys = keys
+        self.owner = owner
+        self.deadline = deadline
+        """On the store's monotonic clock, in seconds."""
+        self.ready = 0
+        self.failed: MissReason | None = None
+        self.records: list[Record] = []
+        self.frames: list[Frame[Record]] = []
+        self.generations: list[int] = []
+        self.checks: list[tuple[int, ...] | None] = []
+        """Checksums of each page; None until it is in dram."""
+        self.unready = 0
+        """Pages still on their way."""
+        self.lost: dict[int, MissReason] = {}
+        self.callbacks: list[Callable[[], None]] = []
+        self.ended = ""
+        """Why the hold is gone; empty while it lasts."""
+        self.released = False
+
+    @property
+    def layout(self) -> KVLayout:
+        """See `Lease.layout`."""
+        return self._layout
+
+    @property
+    def keys(self) -> tuple[BlockKey, ...]:
+        """See `Lease.keys`."""
+        return self._keys
+
+    @property
+    def is_settled(self) -> bool:
+        """All pages are ready, or the next one can no longer arrive."""
+        return self.failed is not None or self.ready == len(self._keys)
+
+    def on_settled(self, callback: Callable[[], None]) -> None:
+        """See `Lease.on_settled`."""
+        if self._pool.subscribe(self, callback):
+            callback()
+
+    def page(self, index: int) -> memoryview:
+        """See `Lease.page`. Copies nothing."""
+        frame = self._frame(index)
+        return self._pool.arena.readable(frame.offset, self._layout.page_bytes)
+
+    def page_address(self, index: int) -> int:
+        """Address of page `index` in this process, for native readers. Valid while the lease holds."""
+        return self._pool.arena.base_address + self._frame(index).offset
+
+    def checksums(self, index: int) -> tuple[int, ...]:
+        """See `Lease.checksums`."""
+        self._frame(index)
+        checks = self.checks[index]
+        assert checks is not None
+        return checks
+
+    def tokens(self, index: int) -> tuple[int, ...]:
+        """Token ids of block `index` as its header states them."""
+        self._frame(index)
+        return self.records[index].tokens or ()
+
+    def quarantine(self, index: int) -> None:
+        """See `Lease.quarantine`."""
+        self._frame(index)
+        self._pool.quarantine(self.records[index], MissReason.CORRUPT, only_frame=self.frames[index])
+
+    def renew(self, ttl_s: float) -> None:
+        """Move the deadline to `ttl_s` seconds from now. Raises LeaseError when it has passed."""
+        self._pool.renew(self, ttl_s)
+
+    def release(self) -> None:
+        """See `Lease.release`. The first call after expiry is quiet: the pages are back already."""
+        if self.released:
+            raise LeaseError(f"lease of {len(self._keys)} pages by {self.owner!r} was released twice")
+        self.released = True
+        self._pool.release(self)
+
+    def _frame(self, index: int) -> Frame[Record]:
+        if self.ended or self.released:
+            raise LeaseError(
+                f"lease of {self.owner!r} is {self.ended or 'released'}: page {index} is out of reach"
+            )
+        if not 0 <= index < self.ready:
+            raise LeaseError(
+                f"page {index} is not ready ({self.ready} of {len(self._keys)} are); wait for it"
+            )
+        return self.frames[index]

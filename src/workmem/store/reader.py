@@ -1,0 +1,149 @@
+"""Reader threads: pages from ssd into their frames, neighbours in one call, each one checked (R6)."""
+
+from __future__ import annotations
+
+import mmap
+import queue
+import threading
+from collections.abc import Sequence
+
+from workmem.core.clock import Clock
+from workmem.core.errors import IntegrityError
+from workmem.core.events import BlockPromoted, EventSink
+from workmem.core.outcomes import MissReason, TierName
+from workmem.store.breaker import Breaker
+from workmem.store.pool import Pool
+from workmem.store.records import Promotion
+from workmem.store.ssd_index import SsdIndex
+from workmem.store.tiers.page_header import header_bytes
+from workmem.store.tiers.ssd import verify
+
+_RUN_BYTES = 2 * 2**20
+"""Most bytes of one read: long enough for the disk's full rate, short enough that page 1 is early."""
+
+
+class ReaderThreads:
+    """`count` threads that serve promotions in the order they were asked for."""
+
+    def __init__(
+        self, pool: Pool, index: SsdIndex, breaker: Breaker, clock: Clock, sink: EventSink, count: int
+    ) -> None:
+        self._pool = pool
+        self._index = index
+        self._breaker = breaker
+        self._clock = clock
+        self._sink = sink
+        self._runs: queue.SimpleQueue[list[Promotion] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._main, name=f"workmem-ssd-read-{number}", daemon=True)
+            for number in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, promotions: Sequence[Promotion]) -> None:
+        """Read these, given in prefix order."""
+        for run in _runs(promotions):
+            self._runs.put(run)
+
+    def close(self) -> None:
+        """End after what is queued."""
+        for _ in self._threads:
+            self._runs.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _main(self) -> None:
+        while (run := self._runs.get()) is not None:
+            try:
+                self._read(run)
+            except Exception as error:  # noqa: BLE001  # thread main: whoever waits must hear of it
+                self._fail(run, MissReason.UNAVAILABLE, error)
+
+    def _read(self, run: list[Promotion]) -> None:
+        started = self._clock.monotonic()
+        layout = run[0].record.space.layout
+        size = header_bytes(layout)
+        arena, first = self._pool.arena, run[0].extent
+        with mmap.mmap(-1, size * len(run)) as scratch, memoryview(scratch) as headers:
+            buffers: list[memoryview] = []
+            for position, promotion in enumerate(run):
+                buffers.append(headers[position * size : (position + 1) * size])
+                buffers.append(arena.writable(promotion.frame.offset, promotion.frame.size))
+            try:
+                error = self._fill(run, buffers)
+                if error is not None:
+                    self._retry_alone(run, buffers, error)
+                else:
+                    self._settle(run, buffers)
+            finally:
+                for buffer in buffers:
+                    buffer.release()
+        self._index.end_read(first.segment, len(run))
+        seconds = self._clock.monotonic() - started
+        self._sink(
+            BlockPromoted(
+                source=TierName.SSD,
+                target=TierName.DRAM,
+                blocks=len(run),
+                page_bytes=layout.page_bytes,
+                seconds=seconds,
+            )
+        )
+
+    def _fill(self, run: list[Promotion], buffers: list[memoryview]) -> OSError | None:
+        try:
+            run[0].extent.segment.file.readv(buffers, run[0].extent.offset)
+        except OSError as error:
+            return error
+        return None
+
+    def _retry_alone(self, run: list[Promotion], buffers: list[memoryview], error: OSError) -> None:
+        """One bad sector must not cost its neighbours: read each page by itself."""
+        if len(run) == 1:
+            self._breaker.read_failed(error)
+            self._pool.promotion_failed(run[0], MissReason.UNAVAILABLE)
+            return
+        for position, promotion in enumerate(run):
+            mine = buffers[2 * position : 2 * position + 2]
+            alone = self._fill([promotion], mine)
+            if alone is not None:
+                self._retry_alone([promotion], mine, alone)
+            else:
+                self._settle([promotion], mine)
+
+    def _settle(self, run: list[Promotion], buffers: list[memoryview]) -> None:
+        self._breaker.read_worked()
+        for position, promotion in enumerate(run):
+            record = promotion.record
+            try:
+                header = verify(record, promotion.extent, buffers[2 * position], buffers[2 * position + 1])
+            except IntegrityError:
+                self._pool.promotion_failed(promotion, MissReason.CORRUPT)
+            else:
+                self._pool.promoted(promotion, header.tokens, header.checksums)
+
+    def _fail(self, run: list[Promotion], reason: MissReason, error: Exception) -> None:
+        self._breaker.read_failed(error)
+        for promotion in run:
+            if promotion.record.promotion is promotion:
+                self._pool.promotion_failed(promotion, reason)
+        self._index.end_read(run[0].extent.segment, len(run))
+
+
+def _runs(promotions: Sequence[Promotion]) -> list[list[Promotion]]:
+    """Cut into runs that lie side by side on disk."""
+    runs: list[list[Promotion]] = []
+    total = 0
+    for promotion in promotions:
+        extent = promotion.extent
+        if runs:
+            last = runs[-1][-1].extent
+            follows = extent.segment is last.segment and extent.offset == last.offset + last.length
+            if follows and total + extent.length <= _RUN_BYTES:
+                runs[-1].append(promotion)
+                total += extent.length
+                continue
+        runs.append([promotion])
+        total = extent.length
+    return runs

@@ -1,0 +1,275 @@
+"""Which blocks the ssd tier holds, which wait to be written, and which must be struck out.
+
+Part of the pool's state: every method takes the pool's lock (R1), none does I/O.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from workmem.core.events import BlockAdmitted, BlockEvicted
+from workmem.core.outcomes import MissReason, TierName
+from workmem.policy.eviction import SegmentedLru
+from workmem.store.arena import PAGE
+from workmem.store.frames import Frame
+from workmem.store.pool import Pool
+from workmem.store.records import Record, Space
+from workmem.store.tiers.journal import DeleteEntry, Entry, NamespaceEntry, PutEntry
+from workmem.store.tiers.page_header import PageHeader, header_bytes
+from workmem.store.tiers.segments import SEGMENT_HEADER_BYTES, Extent, Segment
+
+
+class WriteJob(msgspec.Struct, frozen=True, eq=False):
+    """A page to make durable; its frame is pinned until `settle`."""
+
+    record: Record
+    frame: Frame[Record]
+    header: PageHeader
+
+    @property
+    def length(self) -> int:
+        """Bytes on disk."""
+        return page_extent_bytes(self.record.space)
+
+
+def page_extent_bytes(space: Space) -> int:
+    """Bytes that a page of this namespace takes on disk, header included."""
+    return header_bytes(space.layout) + space.frame_bytes
+
+
+class SsdIndex:
+    """Residency of the ssd tier."""
+
+    def __init__(self, pool: Pool, capacity_bytes: int) -> None:
+        self._pool = pool
+        self.order: SegmentedLru[Record] = SegmentedLru(int(capacity_bytes * 0.8))
+        self.segments: dict[int, Segment] = {}
+        self.live_bytes = 0
+        self.page_count = 0
+        self._deletes: list[Entry] = []
+        pool.drop_extent = self._strike
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of all segment files."""
+        return sum(segment.size for segment in self.segments.values())
+
+    # -- writing
+
+    def take_writes(self, bytes_max: int) -> list[WriteJob]:
+        """The next unwritten pages, pinned; at least one if there is any."""
+        jobs: list[WriteJob] = []
+        total = 0
+        with self._pool.outbox:
+            queue = self._pool.unwritten
+            while queue and (not jobs or total + jobs[0].length <= bytes_max):
+                record = queue.popleft()
+                frame = record.frame
+                if not record.unwritten or frame is None or record.tokens is None:
+                    continue
+                frame.pins += 1
+                jobs.append(WriteJob(record, frame, _header(record)))
+                total += jobs[-1].length
+        return jobs
+
+    def settle(self, jobs: list[WriteJob], extents: list[Extent] | None) -> None:
+        """`jobs` are durable at `extents`, or given up (None): unpin them and make them visible (R2)."""
+        with self._pool.outbox:
+            for position, job in enumerate(jobs):
+                if extents is not None:
+                    self._place(job.record, extents[position], durable=True)
+                self._pool.write_ended(job.record)
+        self._pool.unpin([job.frame for job in jobs])
+
+    def retry(self, jobs: list[WriteJob]) -> None:
+        """They failed and are tried once more, first."""
+        with self._pool.outbox:
+            for job in reversed(jobs):
+                self._pool.unwritten.appendleft(job.record)
+        self._pool.unpin([job.frame for job in jobs])
+
+    def give_up_writes(self) -> None:
+        """The tier does not take pages now: nothing waits for it."""
+        with self._pool.outbox:
+            for record in self._pool.unwritten:
+                if record.unwritten:
+                    self._pool.write_ended(record)
+            self._pool.unwritten.clear()
+
+    def take_deletes(self) -> list[Entry]:
+        """Records to strike out of the journal, before anything newer is put in."""
+        with self._pool.outbox:
+            deletes, self._deletes = self._deletes, []
+            return deletes
+
+    def return_deletes(self, deletes: list[Entry]) -> None:
+        """They could not be journaled; try again with the next batch."""
+        with self._pool.outbox:
+            self._deletes[:0] = deletes
+
+    @property
+    def has_deletes(self) -> bool:
+        """Something waits to be struck out."""
+        return bool(self._deletes)
+
+    # -- replay and moves
+
+    def restore(self, record: Record, extent: Extent) -> None:
+        """A page found by replay."""
+        with self._pool.outbox:
+            old = record.space.records.setdefault(record.key, record)
+            if old.extent is not None:
+                self._unplace(old)
+            self._place(old, extent, durable=True)
+
+    def forget(self, space: Space, key: bytes) -> None:
+        """A page that replay found struck out."""
+        with self._pool.outbox:
+            record = space.records.get(key)  # pyright: ignore[reportArgumentType]  # a key as journaled
+            if record is not None and record.extent is not None:
+                self._unplace(record)
+                self._pool.forget_if_gone(record, MissReason.EVICTED)
+
+    def move(self, record: Record, old: Extent, new: Extent) -> None:
+        """Compaction wrote `record` again. If it left meanwhile, the new place is dead at once."""
+        with self._pool.outbox:
+            if record.extent is old:
+                node = record.ssd_node
+                record.extent = new
+                old.segment.records.discard(record)
+                old.segment.live_bytes -= old.length
+                new.segment.records.add(record)
+                new.segment.live_bytes += new.length
+                assert node is not None
+            else:
+                self._deletes.append(DeleteEntry(record.space.number, record.key))
+
+    # -- making room
+
+    def evict(self, bytes_wanted: int) -> int:
+        """Strike out the least worth keeping, children before parents (R7). Returns bytes given up."""
+        freed = 0
+        with self._pool.outbox:
+            while freed < bytes_wanted:
+                node = self.order.pick(_never_held)
+                if node is None:
+                    break
+                record = node.item
+                assert record.extent is not None
+                freed += record.extent.length
+                self._strike(record)
+                self._pool.counts["ssd_evictions"] += 1
+                self._pool.outbox.tell(
+                    BlockEvicted(tier=TierName.SSD, key=record.key.hex()[:16], reason="room")
+                )
+                self._pool.forget_if_gone(record, MissReason.EVICTED)
+        return freed
+
+    def touch(self, records: list[Record]) -> None:
+        """Pages were used again."""
+        with self._pool.outbox:
+            self.order.touch([node for record in records if (node := record.ssd_node) is not None])
+
+    def drop_segment(self, segment: Segment) -> None:
+        """Take a segment out of the index; whatever still lies in it leaves service."""
+        with self._pool.outbox:
+            for record in list(segment.records):
+                self._strike(record)
+                self._pool.forget_if_gone(record, MissReason.EVICTED)
+            del self.segments[segment.number]
+            segment.is_dropped = True
+            close_now = segment.readers == 0
+        if close_now:
+            segment.file.close()
+
+    def end_read(self, segment: Segment, count: int) -> None:
+        """`count` reads of `segment` ended; the last one closes a dropped file."""
+        with self._pool.outbox:
+            segment.readers -= count
+            close_now = segment.is_dropped and segment.readers == 0
+        if close_now:
+            segment.file.close()
+
+    def snapshot(self) -> list[Entry]:
+        """Everything a fresh journal must say."""
+        with self._pool.outbox:
+            entries: list[Entry] = [namespace_entry(space) for space in self._pool.spaces.values()]
+            for space in self._pool.spaces.values():
+                for record in space.records.values():
+                    if record.extent is not None:
+                        entries.append(put_entry(record, record.extent))
+            # Strikes of pages that are not in the snapshot have nothing left to strike out.
+            self._deletes.clear()
+            return entries
+
+    # -- inside the lock
+
+    def _place(self, record: Record, extent: Extent, *, durable: bool) -> None:
+        space = record.space
+        if space.records.get(record.key) is not record or record.extent is not None or not durable:
+            self._deletes.append(DeleteEntry(space.number, record.key))
+            return
+        record.extent = extent
+        extent.segment.records.add(record)
+        extent.segment.live_bytes += extent.length
+        self.live_bytes += extent.length
+        self.page_count += 1
+        number = space.number
+        record.ssd_node = self.order.insert(
+            record, (number, record.key), (number, record.parent), extent.length
+        )
+        self._pool.counts["ssd_written_bytes"] += extent.length
+        self._pool.outbox.tell(
+            BlockAdmitted(tier=TierName.SSD, key=record.key.hex()[:16], page_bytes=space.layout.page_bytes)
+        )
+
+    def _unplace(self, record: Record) -> None:
+        extent, node = record.extent, record.ssd_node
+        assert extent is not None
+        assert node is not None
+        record.extent = None
+        record.ssd_node = None
+        extent.segment.records.discard(record)
+        extent.segment.live_bytes -= extent.length
+        self.live_bytes -= extent.length
+        self.page_count -= 1
+        self.order.remove(node)
+
+    def _strike(self, record: Record) -> None:
+        self._unplace(record)
+        self._deletes.append(DeleteEntry(record.space.number, record.key))
+
+
+def put_entry(record: Record, extent: Extent) -> PutEntry:
+    """The journal's word for a page at a place."""
+    assert extent.offset >= SEGMENT_HEADER_BYTES
+    assert extent.offset % PAGE == 0
+    return PutEntry(
+        record.space.number,
+        record.key,
+        record.parent,
+        record.depth,
+        extent.segment.number,
+        extent.offset,
+        extent.length,
+        extent.header_sum,
+    )
+
+
+def namespace_entry(space: Space) -> NamespaceEntry:
+    """The journal's word for a namespace."""
+    return NamespaceEntry(space.number, space.root, msgspec.json.encode(space.namespace))
+
+
+def _header(record: Record) -> PageHeader:
+    assert record.tokens is not None
+    return PageHeader(
+        record.space.root, record.key, record.parent, record.depth, record.tokens, record.checksums
+    )
+
+
+def _never_held(record: Record) -> bool:
+    # A page may leave ssd while it is read: its file stays open until the read ends, and append-only
+    # segments are never overwritten.
+    del record
+    return False

@@ -1,0 +1,217 @@
+"""The store: the tiers below vram as one, see `store.contract.KVStore`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+
+from workmem.core.clock import Clock, SystemClock
+from workmem.core.errors import InvariantError
+from workmem.core.events import EventSink, discard
+from workmem.core.keys import KEY_BYTES, BlockKey
+from workmem.core.layout import Namespace
+from workmem.core.outcomes import Lookup
+from workmem.core.units import parse_bytes
+from workmem.store.arena import Arena
+from workmem.store.breaker import Breaker
+from workmem.store.config import StoreConfig
+from workmem.store.contract import PageWrite
+from workmem.store.device import BlockDevice, HostDevice
+from workmem.store.frames import FrameState
+from workmem.store.lease import PageLease
+from workmem.store.pool import Pool
+from workmem.store.reader import ReaderThreads
+from workmem.store.saver import SaverThread
+from workmem.store.tiers.folder import StoreFolder
+from workmem.store.tiers.ssd import SsdTier
+from workmem.store.writer import WriterThread
+
+CLOSE_S = 10.0
+"""Longest that `close` waits for pages on their way to disk."""
+
+
+class Store:
+    """dram and ssd behind `KVStore`. A context manager; `close` frees the arena and the folder.
+
+    Raises ConfigError when the arena cannot be mapped or the ssd folder is unusable, of another format,
+    or held by another process.
+    """
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        sink: EventSink = discard,
+        clock: Clock | None = None,
+        device: BlockDevice | None = None,
+    ) -> None:
+        self._config = config
+        self._clock = clock or SystemClock()
+        self._closed = False
+        self._close_lock = threading.Lock()
+        dram_bytes = parse_bytes(config.dram.bytes, "$.store.dram.bytes")
+        ssd_bytes = parse_bytes(config.ssd.bytes, "$.store.ssd.bytes")
+        self._arena = Arena(dram_bytes, config.dram.path)
+        self._pool = Pool(self._arena, self._clock, sink)
+        self._breaker = Breaker(self._clock, sink, config.ssd.retry_s)
+        self._tier: SsdTier | None = None
+        try:
+            if config.ssd.enabled:
+                self._tier = self._open_ssd(device or HostDevice(), sink, ssd_bytes)
+        except BaseException:
+            self._arena.close()
+            raise
+        self._saver = SaverThread(self._pool, sink, config.save_queue_pages)
+        self._reader: ReaderThreads | None = None
+        self._writer: WriterThread | None = None
+        if self._tier is not None:
+            self._pool.wants_writes = True
+            index = self._tier.index
+            self._reader = ReaderThreads(
+                self._pool, index, self._breaker, self._clock, sink, config.ssd.readers
+            )
+            self._writer = WriterThread(self._pool, self._tier, self._breaker)
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def register(self, namespace: Namespace) -> bytes:
+        """See `KVStore.register`."""
+        return self._pool.add_space(namespace)[0].root
+
+    def lookup(self, root: bytes, keys: Sequence[BlockKey]) -> Lookup:
+        """See `KVStore.lookup`."""
+        return self._pool.lookup(self._pool.space(root), keys)
+
+    def lease(self, root: bytes, keys: Sequence[BlockKey], *, owner: str, ttl_s: float) -> PageLease:
+        """See `KVStore.lease`."""
+        if self._closed:
+            raise InvariantError("lease on a closed store")
+        lease, promotions = self._pool.lease(self._pool.space(root), keys, owner, ttl_s)
+        if self._tier is not None:
+            self._tier.index.touch(lease.records)
+            if promotions:
+                assert self._reader is not None
+                self._reader.submit(promotions)
+        return lease
+
+    def save(self, root: bytes, pages: Sequence[PageWrite]) -> None:
+        """See `KVStore.save`. Raises InvariantError on a block that does not fit the namespace."""
+        space = self._pool.space(root)
+        for page in pages:
+            block = page.block
+            if len(block.key) != KEY_BYTES or len(block.parent) != KEY_BYTES:
+                raise InvariantError(f"block key and parent are {KEY_BYTES} bytes each")
+            if len(block.tokens) != space.layout.block_tokens:
+                raise InvariantError(
+                    f"a block has {space.layout.block_tokens} tokens here, not {len(block.tokens)}"
+                )
+        self._saver.put(space, pages)
+
+    def dram_capacity_bytes(self) -> int:
+        """See `KVStore.dram_capacity_bytes`. Counted for the largest registered page."""
+        sizes = {space.frame_bytes: space.layout.page_bytes for space in self._pool.spaces.values()}
+        if not sizes:
+            return self._arena.capacity_bytes
+        return min(self._pool.frames.holdable_bytes(frame) // frame * page for frame, page in sizes.items())
+
+    def flush(self, timeout_s: float) -> bool:
+        """See `KVStore.flush`."""
+        until = self._clock.monotonic() + timeout_s
+        if not self._saver.drain(timeout_s):
+            return False
+        writer = self._writer
+        if writer is None:
+            return True
+        with self._pool.outbox:
+            left = until - self._clock.monotonic()
+            return self._pool.outbox.changed.wait_for(lambda: writer.is_settled, max(0.0, left))
+
+    def gauges(self) -> dict[str, float]:
+        """See `KVStore.gauges`."""
+        pool, frames = self._pool, self._pool.frames
+        readings: dict[str, float] = {
+            "store_dram_capacity_bytes": frames.capacity_bytes,
+            "store_dram_used_bytes": frames.used_bytes,
+            "store_dram_pages": len(pool.order),
+            "store_dram_quarantined_bytes": frames.ledger[FrameState.QUARANTINED],
+            "store_dram_held_skips_total": pool.order.held_skips,
+            "store_save_queue_pages": self._saver.depth,
+            "store_unwritten_pages": len(pool.unwritten),
+        }
+        readings |= {f"store_{name}_total": pool.counts[name] for name in _COUNTERS}
+        if self._tier is not None:
+            index = self._tier.index
+            readings |= {
+                "store_ssd_capacity_bytes": self._tier.capacity_bytes,
+                "store_ssd_used_bytes": index.file_bytes,
+                "store_ssd_live_bytes": index.live_bytes,
+                "store_ssd_pages": index.page_count,
+                "store_ssd_error": float(self._breaker.is_open),
+                "store_ssd_read_errors_total": self._breaker.read_errors,
+                "store_ssd_write_errors_total": self._breaker.write_errors,
+            }
+        return readings
+
+    def close(self) -> None:
+        """See `KVStore.close`."""
+        with self._close_lock:
+            if self._closed:
+                return
+            self._closed = True
+        until = self._clock.monotonic() + CLOSE_S
+        self.flush(CLOSE_S)
+        left = max(0.1, until - self._clock.monotonic())
+        ended = self._saver.close(left)
+        self._pool.end_leases()
+        if self._reader is not None:
+            self._reader.close()
+        if self._writer is not None and self._tier is not None:
+            ended = self._writer.close(left) and ended
+            if ended:
+                self._tier.close()
+        if ended:
+            # A thread stuck in a caller's copy or in the kernel keeps its memory; freeing it under
+            # the thread would be worse than the leak.
+            self._arena.close()
+
+    def audit(self) -> None:
+        """Check the ledger and every link of the index. Raises InvariantError; for tests and `verify`."""
+        with self._pool.outbox:
+            self._pool.audit()
+
+    def _open_ssd(self, device: BlockDevice, sink: EventSink, capacity_bytes: int) -> SsdTier:
+        folder = StoreFolder(self._config.ssd.path)
+        try:
+            tier = SsdTier(folder, self._pool, device, sink, capacity_bytes)
+            if self._config.ssd.io == "buffered":
+                tier.use_buffered()
+            tier.open()
+        except BaseException:
+            folder.close()
+            raise
+        return tier
+
+
+_COUNTERS = (
+    "saves",
+    "saved_bytes",
+    "saves_dropped",
+    "leases",
+    "leases_expired",
+    "leases_refused",
+    "dram_evictions",
+    "ssd_evictions",
+    "quarantines",
+    "promoted",
+    "promoted_bytes",
+    "ssd_written_bytes",
+    "ssd_moved_bytes",
+    "ssd_writes_failed",
+    "writes_given_up",
+)

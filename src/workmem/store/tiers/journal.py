@@ -1,0 +1,243 @@
+"""The journal of the ssd tier: which page lies where, as batches of records that count or do not.
+
+Format, byte by byte, in docs/internals/journal-format.md. A batch is whole or absent: replay stops at
+the first that is not, and the file is cut there before anything is added.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from workmem.core.errors import IntegrityError
+from workmem.store.device import Access, BlockDevice, DeviceFile
+
+VERSION = 1
+_MAGIC = b"WMJRNL\x00\x01"
+_FILE = struct.Struct("<8sI4x16sQ")
+"""magic, version, store id, checksum."""
+_BATCH = struct.Struct("<IIQQ")
+"""magic, payload bytes, sequence number, checksum of the two before it and the payload."""
+_BATCH_MAGIC = 0x48435442
+_BATCH_BYTES_MAX = 64 * 2**20
+_NAMESPACE = struct.Struct("<BxHI32s")
+"""kind, JSON bytes, number, root; the JSON follows."""
+_PUT = struct.Struct("<BxHI32s32sIIIIQ")
+"""kind, unused, namespace number, key, parent, depth, segment, offset and length in 4 KiB, header checksum."""
+_DELETE = struct.Struct("<BxHI32s")
+"""kind, unused, namespace number, key."""
+_REWRITE_RECORDS = 16384
+
+
+class NamespaceEntry(msgspec.Struct, frozen=True):
+    """A namespace got a number."""
+
+    number: int
+    root: bytes
+    json: bytes
+
+
+class PutEntry(msgspec.Struct, frozen=True):
+    """A page became durable, or moved."""
+
+    number: int
+    key: bytes
+    parent: bytes
+    depth: int
+    segment: int
+    offset: int
+    """Bytes; a multiple of 4096, as `length`."""
+    length: int
+    header_sum: int
+
+
+class DeleteEntry(msgspec.Struct, frozen=True):
+    """A page left the tier."""
+
+    number: int
+    key: bytes
+
+
+Entry = NamespaceEntry | PutEntry | DeleteEntry
+
+
+def encode(entry: Entry) -> bytes:
+    """One record."""
+    if isinstance(entry, PutEntry):
+        return _PUT.pack(
+            2,
+            0,
+            entry.number,
+            entry.key,
+            entry.parent,
+            entry.depth,
+            entry.segment,
+            entry.offset >> 12,
+            entry.length >> 12,
+            entry.header_sum,
+        )
+    if isinstance(entry, DeleteEntry):
+        return _DELETE.pack(3, 0, entry.number, entry.key)
+    return _NAMESPACE.pack(1, len(entry.json), entry.number, entry.root) + entry.json
+
+
+def decode(payload: bytes) -> Iterator[Entry]:
+    """The records of a batch. Raises IntegrityError on a kind this version does not know."""
+    at = 0
+    while at < len(payload):
+        kind = payload[at]
+        if kind == 2:
+            _, _, number, key, parent, depth, segment, offset, length, header_sum = _PUT.unpack_from(
+                payload, at
+            )
+            yield PutEntry(number, key, parent, depth, segment, offset << 12, length << 12, header_sum)
+            at += _PUT.size
+        elif kind == 3:
+            _, _, number, key = _DELETE.unpack_from(payload, at)
+            yield DeleteEntry(number, key)
+            at += _DELETE.size
+        elif kind == 1:
+            _, size, number, root = _NAMESPACE.unpack_from(payload, at)
+            at += _NAMESPACE.size
+            yield NamespaceEntry(number, root, payload[at : at + size])
+            at += size
+        else:
+            raise IntegrityError(f"journal record of unknown kind {kind}")
+
+
+class Journal:
+    """An open journal. One thread appends; the lock is the folder's."""
+
+    def __init__(self, device: BlockDevice, path: Path, store_id: bytes) -> None:
+        self._device = device
+        self._path = path
+        self._store_id = store_id
+        self._file: DeviceFile | None = None
+        self._end = 0
+        self._sequence = 0
+        self.record_count = 0
+        """Records in the file, dead ones included."""
+        self.is_broken = False
+        """An append failed half-way: the file must be rewritten before it is added to."""
+        self.torn_bytes = 0
+        """Bytes behind the last whole batch that opening cut off."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of whole batches."""
+        return self._end
+
+    def open(self) -> list[Entry]:
+        """Open or create, and replay. Raises IntegrityError when the file is no journal of this store."""
+        if not self._path.exists():
+            self._create(self._path, [])
+            return []
+        self._file = self._device.open(self._path, Access.UPDATE, direct=False)
+        raw = bytearray(self._file.size())
+        if raw:
+            self._file.readv([memoryview(raw)], 0)
+        if bytes(raw[: _FILE.size]) != _file_header(self._store_id):
+            raise IntegrityError(f"{self._path} is not the journal of this store")
+        entries = self._replay(bytes(raw))
+        self.torn_bytes = len(raw) - self._end
+        if self.torn_bytes:
+            self._file.truncate(self._end)
+            self._file.sync()
+        return entries
+
+    def append(self, entries: Sequence[Entry]) -> None:
+        """Add one batch and return once it is durable. On OSError the journal `is_broken`."""
+        assert self._file is not None
+        batch = _batch(self._sequence, b"".join(encode(entry) for entry in entries))
+        try:
+            self._file.writev([memoryview(batch)], self._end)
+            self._file.sync()
+        except OSError:
+            self.is_broken = True
+            raise
+        self._end += len(batch)
+        self._sequence += 1
+        self.record_count += len(entries)
+
+    def rewrite(self, entries: Sequence[Entry]) -> None:
+        """Replace the file by one that holds `entries` only."""
+        fresh = self._path.with_suffix(".new")
+        self._device.unlink(fresh)
+        old = self._file
+        self._create(fresh, entries)
+        if old is not None:
+            old.close()
+
+    def should_rewrite(self, live_count: int) -> bool:
+        """Most records are dead, and there are enough to care."""
+        return self.record_count > _REWRITE_RECORDS + 2 * live_count
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _create(self, path: Path, entries: Sequence[Entry]) -> None:
+        parts = [_file_header(self._store_id)]
+        sequence = 0
+        for start in range(0, len(entries), _REWRITE_RECORDS):
+            chunk = entries[start : start + _REWRITE_RECORDS]
+            parts.append(_batch(sequence, b"".join(encode(entry) for entry in chunk)))
+            sequence += 1
+        raw = b"".join(parts)
+        file = self._device.open(path, Access.CREATE, direct=False)
+        try:
+            file.writev([memoryview(raw)], 0)
+            file.sync()
+            # A crash before the rename leaves the old journal, after it the new one: both are whole.
+            self._device.rename(path, self._path)
+        except OSError:
+            file.close()
+            raise
+        self._file = file
+        self._end = len(raw)
+        self._sequence = sequence
+        self.record_count = len(entries)
+        self.is_broken = False
+
+    def _replay(self, raw: bytes) -> list[Entry]:
+        entries: list[Entry] = []
+        at = _FILE.size
+        while at + _BATCH.size <= len(raw):
+            magic, size, sequence, checksum = _BATCH.unpack_from(raw, at)
+            body = raw[at + _BATCH.size : at + _BATCH.size + size]
+            if (
+                magic != _BATCH_MAGIC
+                or size > _BATCH_BYTES_MAX
+                or len(body) != size
+                or sequence != self._sequence
+                or checksum != _batch_sum(size, sequence, body)
+            ):
+                break
+            entries.extend(decode(body))
+            at += _BATCH.size + size
+            self._sequence += 1
+        self._end = at
+        self.record_count = len(entries)
+        return entries
+
+
+def _file_header(store_id: bytes) -> bytes:
+    body = _FILE.pack(_MAGIC, VERSION, store_id, 0)[:-8]
+    return body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")
+
+
+def _batch_sum(size: int, sequence: int, payload: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(struct.pack("<IQ", size, sequence) + payload)
+
+
+def _batch(sequence: int, payload: bytes) -> bytes:
+    return (
+        _BATCH.pack(_BATCH_MAGIC, len(payload), sequence, _batch_sum(len(payload), sequence, payload))
+        + payload
+    )

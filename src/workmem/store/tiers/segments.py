@@ -1,0 +1,80 @@
+"""Segment files: append-only runs of [header page | payload], each under one number for ever."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from workmem.core.errors import IntegrityError
+from workmem.store.arena import PAGE
+from workmem.store.device import DeviceFile
+
+if TYPE_CHECKING:
+    from workmem.store.records import Record
+
+SEGMENT_BYTES_MAX = 64 * 2**20
+SEGMENT_HEADER_BYTES = PAGE
+_MAGIC = b"WMSEGMT\x01"
+_HEADER = struct.Struct("<8sQ16sQ")
+"""magic, number, store id, checksum of the fields before it."""
+
+
+class Extent:
+    """Where a page lies on ssd: header and payload, `length` bytes from `offset` on."""
+
+    __slots__ = ("header_sum", "length", "offset", "segment")
+
+    def __init__(self, segment: Segment, offset: int, length: int, header_sum: int) -> None:
+        self.segment = segment
+        self.offset = offset
+        self.length = length
+        self.header_sum = header_sum
+        """The header's checksum as journaled: a header that says otherwise is of another page (R6)."""
+
+
+class Segment:
+    """One file. `size` is where the next page goes; what lies before is never overwritten."""
+
+    __slots__ = (
+        "file",
+        "is_dropped",
+        "is_sealed",
+        "live_bytes",
+        "number",
+        "path",
+        "readers",
+        "records",
+        "size",
+    )
+
+    def __init__(self, number: int, path: Path, file: DeviceFile, size: int) -> None:
+        self.number = number
+        self.path = path
+        self.file = file
+        self.size = size
+        self.live_bytes = 0
+        self.records: set[Record] = set()
+        self.readers = 0
+        """Reads under way: the file stays open for them after it is unlinked."""
+        self.is_sealed = False
+        self.is_dropped = False
+
+
+def segment_path(folder: Path, number: int) -> Path:
+    """File of segment `number`."""
+    return folder / f"{number:010d}.seg"
+
+
+def segment_header(number: int, store_id: bytes) -> bytes:
+    """The first page of a segment file."""
+    body = _HEADER.pack(_MAGIC, number, store_id, 0)[:-8]
+    return (body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")).ljust(SEGMENT_HEADER_BYTES, b"\0")
+
+
+def check_segment_header(raw: bytes, number: int, store_id: bytes) -> None:
+    """Raises IntegrityError unless `raw` starts the file that segment `number` of this store was."""
+    if raw[: _HEADER.size] != segment_header(number, store_id)[: _HEADER.size]:
+        raise IntegrityError(f"segment {number} carries another file's header")

@@ -1,0 +1,390 @@
+"""The ssd tier: pages in append-only segments, a journal that says where, and the room they take.
+
+One thread writes (`write`, `tend`); any number read. What is acknowledged has reached the disk in this
+order: data, sync, journal, sync, index (R2).
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from collections.abc import Iterator
+
+import msgspec
+import xxhash
+
+from workmem.core.errors import IntegrityError
+from workmem.core.events import BoundReached, EventSink
+from workmem.core.layout import Namespace
+from workmem.core.outcomes import MissReason
+from workmem.store.device import Access, BlockDevice, DeviceFile, sync_folder
+from workmem.store.pool import Pool
+from workmem.store.records import Record, Space
+from workmem.store.ssd_index import SsdIndex, WriteJob, namespace_entry, page_extent_bytes, put_entry
+from workmem.store.tiers.folder import StoreFolder
+from workmem.store.tiers.journal import DeleteEntry, Entry, Journal, NamespaceEntry, PutEntry
+from workmem.store.tiers.page_header import PageHeader, header_bytes, pack, unpack
+from workmem.store.tiers.segments import (
+    SEGMENT_BYTES_MAX,
+    SEGMENT_HEADER_BYTES,
+    Extent,
+    Segment,
+    check_segment_header,
+    segment_header,
+    segment_path,
+)
+
+log = logging.getLogger(__name__)
+
+WRITE_BATCH_BYTES = 32 * 2**20
+"""Most bytes under one pair of syncs."""
+_WRITE_CALL_BYTES = 8 * 2**20
+
+
+class SsdTier:
+    """The files and their bookkeeping. `index` is shared with the pool; the rest is the writer's."""
+
+    def __init__(
+        self, folder: StoreFolder, pool: Pool, device: BlockDevice, sink: EventSink, capacity_bytes: int
+    ) -> None:
+        self._folder = folder
+        self._pool = pool
+        self._device = device
+        self._sink = sink
+        self.capacity_bytes = capacity_bytes
+        self._segment_bytes = min(SEGMENT_BYTES_MAX, max(capacity_bytes // 8, 2 * SEGMENT_HEADER_BYTES))
+        self.index = SsdIndex(pool, capacity_bytes)
+        self._journal = Journal(device, folder.journal, folder.store_id)
+        self._active: Segment | None = None
+        self._next_number = 1
+        self._direct = True
+        self._announced: set[int] = set()
+        """Numbers of namespaces that the journal knows."""
+
+    @property
+    def batch_bytes(self) -> int:
+        """Most bytes to hand to one `write`."""
+        return min(WRITE_BATCH_BYTES, self.capacity_bytes // 4)
+
+    def use_buffered(self) -> None:
+        """Go through the page cache."""
+        self._direct = False
+
+    # -- start
+
+    def open(self) -> None:
+        """Replay the journal. Time is proportional to it, not to the data."""
+        try:
+            entries = self._journal.open()
+        except IntegrityError as error:
+            log.warning("ssd tier starts empty: %s", error)
+            self._sink(BoundReached(name="store.ssd.journal", limit=0, detail=str(error)))
+            self._journal.rewrite([])
+            entries = []
+        if self._journal.torn_bytes:
+            detail = f"{self._journal.torn_bytes} bytes behind the last whole batch were cut off"
+            self._sink(BoundReached(name="store.ssd.journal_tail", limit=0, detail=detail))
+        self._open_segments()
+        self._replay(entries)
+        for segment in list(self.index.segments.values()):
+            if not segment.records:
+                self._remove(segment)
+
+    def _open_segments(self) -> None:
+        for number in self._folder.segment_numbers():
+            self._next_number = max(self._next_number, number + 1)
+            path = segment_path(self._folder.segments, number)
+            head = bytearray(SEGMENT_HEADER_BYTES)
+            try:
+                with_header = self._device.open(path, Access.READ, direct=False)
+                try:
+                    with_header.readv([memoryview(head)], 0)
+                finally:
+                    with_header.close()
+                check_segment_header(bytes(head), number, self._folder.store_id)
+                file = self._open_file(number, Access.READ)
+            except (OSError, IntegrityError) as error:
+                log.warning("segment %d is left out: %s", number, error)
+                self._pool.counts["segments_left_out"] += 1
+                continue
+            segment = Segment(number, path, file, file.size())
+            segment.is_sealed = True
+            self.index.segments[number] = segment
+
+    def _replay(self, entries: list[Entry]) -> None:
+        spaces: dict[int, Space | None] = {}
+        dropped = 0
+        for entry in entries:
+            if isinstance(entry, NamespaceEntry):
+                spaces[entry.number] = self._space_of(entry)
+                continue
+            space = spaces.get(entry.number)
+            if space is None:
+                dropped += isinstance(entry, PutEntry)
+            elif isinstance(entry, DeleteEntry):
+                self.index.forget(space, entry.key)
+            elif (segment := self.index.segments.get(entry.segment)) is None or not _fits(
+                entry, segment, space
+            ):
+                dropped += 1
+            else:
+                record = Record(space, entry.key, entry.parent, entry.depth)  # pyright: ignore[reportArgumentType]  # a key as journaled
+                self.index.restore(record, Extent(segment, entry.offset, entry.length, entry.header_sum))
+        self.index.take_deletes()
+        if dropped or len(self._announced) != len(spaces):
+            self._pool.counts["journal_records_dropped"] += dropped
+            self._announce_all()
+
+    def _space_of(self, entry: NamespaceEntry) -> Space | None:
+        try:
+            namespace = msgspec.json.decode(entry.json, type=Namespace)
+        except msgspec.DecodeError:
+            return None
+        # A namespace that this version reads otherwise than it was written is not the same one.
+        if namespace.root() != entry.root:
+            return None
+        space, _ = self._pool.add_space(namespace, number=entry.number)
+        self._announced.add(space.number)
+        return space
+
+    def _announce_all(self) -> None:
+        self._journal.rewrite(self.index.snapshot())
+        self._announced = {space.number for space in self._pool.spaces.values()}
+
+    # -- writing
+
+    def write(self, jobs: list[WriteJob]) -> list[Extent]:
+        """Make pages durable. Raises OSError with nothing acknowledged."""
+        if self._journal.is_broken:
+            self._announce_all()
+        self._make_room(sum(job.length for job in jobs))
+        extents = self._write_data(jobs)
+        entries: list[Entry] = [
+            put_entry(job.record, extent) for job, extent in zip(jobs, extents, strict=True)
+        ]
+        self._append(entries)
+        return extents
+
+    def tend(self) -> None:
+        """What is due without new pages: strike outs, dead segments, a journal that is mostly dead."""
+        if self._journal.is_broken or self._journal.should_rewrite(self.index.page_count):
+            self._announce_all()
+        if self.index.has_deletes:
+            self._append([])
+        for segment in list(self.index.segments.values()):
+            if segment.is_sealed and not segment.records:
+                self._remove(segment)
+
+    def close(self) -> None:
+        """Let go of all files."""
+        for segment in self.index.segments.values():
+            segment.file.close()
+        self._journal.close()
+        self._folder.close()
+
+    def _append(self, entries: list[Entry]) -> None:
+        deletes = self.index.take_deletes()
+        news: list[Entry] = [
+            namespace_entry(space)
+            for space in list(self._pool.spaces.values())
+            if space.number not in self._announced
+        ]
+        batch = [*news, *deletes, *entries]
+        if not batch:
+            return
+        try:
+            self._journal.append(batch)
+        except OSError:
+            self.index.return_deletes(deletes)
+            raise
+        self._announced.update(entry.number for entry in news)
+
+    def _write_data(self, jobs: list[WriteJob]) -> list[Extent]:
+        extents: list[Extent] = []
+        touched: dict[int, Segment] = {}
+        try:
+            for group in _groups(jobs, min(_WRITE_CALL_BYTES, self._segment_bytes - SEGMENT_HEADER_BYTES)):
+                segment = self._segment_with_room(sum(job.length for job in group))
+                touched[segment.number] = segment
+                extents.extend(self._write_group(segment, group))
+            for segment in touched.values():
+                segment.file.sync()
+        except OSError:
+            # What reached these files is in doubt; nothing is ever written over it.
+            for segment in touched.values():
+                self._seal(segment)
+            raise
+        return extents
+
+    def _write_group(self, segment: Segment, jobs: list[WriteJob]) -> list[Extent]:
+        sizes = [header_bytes(job.record.space.layout) for job in jobs]
+        extents: list[Extent] = []
+        buffers: list[memoryview] = []
+        at = segment.size
+        with mmap.mmap(-1, sum(sizes)) as scratch, memoryview(scratch) as headers:
+            start = 0
+            for job, size in zip(jobs, sizes, strict=True):
+                head = headers[start : start + size]
+                header_sum = pack(job.header, job.record.space.layout, head)
+                buffers += [head, self._pool.arena.writable(job.frame.offset, job.frame.size)]
+                extents.append(Extent(segment, at, job.length, header_sum))
+                at += job.length
+                start += size
+            try:
+                segment.file.writev(buffers, segment.size)
+            finally:
+                for buffer in buffers:
+                    buffer.release()
+        segment.size = at
+        return extents
+
+    def _segment_with_room(self, need: int) -> Segment:
+        active = self._active
+        if active is not None and (
+            active.is_sealed
+            or (active.size + need > self._segment_bytes and active.size > SEGMENT_HEADER_BYTES)
+        ):
+            self._seal(active)
+            active = None
+        if active is None:
+            active = self._active = self._create_segment()
+        return active
+
+    def _create_segment(self) -> Segment:
+        number = self._next_number
+        self._next_number += 1
+        path = segment_path(self._folder.segments, number)
+        file = self._open_file(number, Access.CREATE)
+        try:
+            with mmap.mmap(-1, SEGMENT_HEADER_BYTES) as page:
+                page[:] = segment_header(number, self._folder.store_id)
+                with memoryview(page) as view:
+                    file.writev([view], 0)
+            sync_folder(self._folder.segments)
+        except OSError:
+            file.close()
+            self._device.unlink(path)
+            raise
+        segment = Segment(number, path, file, SEGMENT_HEADER_BYTES)
+        self.index.segments[number] = segment
+        return segment
+
+    def _open_file(self, number: int, access: Access) -> DeviceFile:
+        file = self._device.open(segment_path(self._folder.segments, number), access, direct=self._direct)
+        if self._direct and not file.is_direct:
+            self._direct = False
+            detail = f"{self._folder.path} refuses O_DIRECT; the page cache is used"
+            self._sink(BoundReached(name="store.ssd.direct", limit=0, detail=detail))
+        return file
+
+    def _seal(self, segment: Segment) -> None:
+        segment.is_sealed = True
+        if self._active is segment:
+            self._active = None
+
+    # -- room
+
+    def _make_room(self, need: int) -> None:
+        # One segment is kept back: compaction writes before it frees.
+        budget = self.capacity_bytes - self._segment_bytes
+        while self.index.file_bytes + need > budget:
+            victim = self._emptiest()
+            if victim is None:
+                if self._active is None:
+                    return
+                self._seal(self._active)
+            elif not victim.records:
+                self._append([])
+                self._remove(victim)
+            elif victim.live_bytes * 2 <= victim.size:
+                self._compact(victim)
+            elif not self.index.evict(max(need, self._segment_bytes // 4)):
+                return
+
+    def _emptiest(self) -> Segment | None:
+        sealed = [segment for segment in self.index.segments.values() if segment.is_sealed]
+        return min(sealed, key=lambda segment: segment.live_bytes / segment.size, default=None)
+
+    def _compact(self, victim: Segment) -> None:
+        """Write a segment's live pages again and remove it: at most one byte moved for each one freed."""
+        moves: list[tuple[Record, Extent, Extent]] = []
+        touched: dict[int, Segment] = {}
+        for record in sorted(victim.records, key=_offset):
+            old = record.extent
+            if old is None or old.segment is not victim:
+                continue
+            try:
+                new = self._rewrite_page(record, old)
+            except IntegrityError:
+                self._pool.quarantine_extent(record, old, MissReason.CORRUPT)
+                continue
+            touched[new.segment.number] = new.segment
+            moves.append((record, old, new))
+        for segment in touched.values():
+            segment.file.sync()
+        self._append([put_entry(record, new) for record, _, new in moves])
+        for record, old, new in moves:
+            self.index.move(record, old, new)
+            self._pool.counts["ssd_moved_bytes"] += new.length
+        self._append([])
+        self._remove(victim)
+
+    def _rewrite_page(self, record: Record, old: Extent) -> Extent:
+        with mmap.mmap(-1, old.length) as scratch, memoryview(scratch) as view:
+            old.segment.file.readv([view], old.offset)
+            size = header_bytes(record.space.layout)
+            with view[:size] as head, view[size:] as payload:
+                verify(record, old, head, payload)
+            segment = self._segment_with_room(old.length)
+            segment.file.writev([view], segment.size)
+            new = Extent(segment, segment.size, old.length, old.header_sum)
+            segment.size += old.length
+            return new
+
+    def _remove(self, segment: Segment) -> None:
+        self.index.drop_segment(segment)
+        self._device.unlink(segment.path)
+
+
+def verify(record: Record, extent: Extent, head: memoryview, payload: memoryview) -> PageHeader:
+    """Check header and bytes of a page against what the index asks for (R6). Raises IntegrityError."""
+    space = record.space
+    header, header_sum = unpack(head, space.layout)
+    if header_sum != extent.header_sum:
+        raise IntegrityError("the header is not the one that was journaled")
+    if (header.root, header.key, header.parent, header.depth) != (
+        space.root,
+        record.key,
+        record.parent,
+        record.depth,
+    ):
+        raise IntegrityError("the header names another block")
+    for (start, end), checksum in zip(space.spans, header.checksums, strict=True):
+        if xxhash.xxh3_64_intdigest(payload[start:end]) != checksum:
+            raise IntegrityError(f"bytes {start} to {end} are not what was written")
+    return header
+
+
+def _fits(entry: PutEntry, segment: Segment, space: Space) -> bool:
+    return (
+        entry.length == page_extent_bytes(space)
+        and entry.offset >= SEGMENT_HEADER_BYTES
+        and entry.offset + entry.length <= segment.size
+    )
+
+
+def _groups(jobs: list[WriteJob], bytes_max: int) -> Iterator[list[WriteJob]]:
+    group: list[WriteJob] = []
+    total = 0
+    for job in jobs:
+        if group and total + job.length > bytes_max:
+            yield group
+            group, total = [], 0
+        group.append(job)
+        total += job.length
+    if group:
+        yield group
+
+
+def _offset(record: Record) -> int:
+    return record.extent.offset if record.extent is not None else 0

@@ -1,0 +1,1 @@
+"""Decisions as pure code: data in, decision out."""

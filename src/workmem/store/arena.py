@@ -7,6 +7,7 @@ the same pages. It is never pickled and never copied: everything else speaks of 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
 from pathlib import Path
@@ -74,6 +75,15 @@ def _open_backing(path: str) -> int:
         return os.memfd_create("workmem-arena", os.MFD_CLOEXEC)
     target = Path(path).expanduser()
     try:
-        return os.open(target, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(target, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ConfigError(f"$.store.dram.path: cannot open {target}: {error.strerror}") from error
+    try:
+        # Two owners of one file would write each other's frames.
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        raise ConfigError(
+            f"$.store.dram.path: {target} is in use by another process; name another"
+        ) from error
+    return fd

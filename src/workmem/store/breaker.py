@@ -1,4 +1,7 @@
-"""When the ssd tier is left alone: it trips after failures in a row and is tried again after a pause."""
+"""When the ssd tier is left alone: it trips after failures in a row and is tried again after a pause.
+
+Writes and reads trip apart: a full disk still serves what it holds.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ FAILURES_MAX = 3
 
 
 class Breaker:
-    """Counts failures. While it `is_open` the tier takes no pages and starts no reads."""
+    """Counts failures. While `writes_open` no page is taken; while `reads_open` none is read."""
 
     def __init__(self, clock: Clock, sink: EventSink, retry_s: float) -> None:
         self._clock = clock
@@ -22,56 +25,62 @@ class Breaker:
         self._lock = threading.Lock()
         self._write_streak = 0
         self._read_streak = 0
-        self._retry_at = 0.0
-        self.is_open = False
+        self._write_again = 0.0
+        self._read_again = 0.0
+        self.writes_open = False
+        self.reads_open = False
         self.write_errors = 0
         self.read_errors = 0
 
-    def may_try(self) -> bool:
-        """The tier is well, or the pause is over."""
-        return not self.is_open or self._clock.monotonic() >= self._retry_at
+    def may_write(self) -> bool:
+        """Writes are well, or their pause is over."""
+        return not self.writes_open or self._clock.monotonic() >= self._write_again
 
     def write_failed(self, error: Exception) -> None:
         """A write or sync failed."""
         with self._lock:
             self.write_errors += 1
             self._write_streak += 1
-            tripped = self._trip(self._write_streak)
+            if self._write_streak < FAILURES_MAX:
+                return
+            self._write_again = self._clock.monotonic() + self._retry_s
+            tripped, self.writes_open = not self.writes_open, True
         if tripped:
-            self._tell(
-                "error", f"{self._write_streak} writes in a row failed: {error}; again in {self._retry_s:g} s"
-            )
-
-    def read_failed(self, error: Exception) -> None:
-        """A read failed."""
-        with self._lock:
-            self.read_errors += 1
-            self._read_streak += 1
-            tripped = self._trip(self._read_streak)
-        if tripped:
-            self._tell(
-                "error", f"{self._read_streak} reads in a row failed: {error}; again in {self._retry_s:g} s"
-            )
+            self._tell("error", f"writes fail ({error}); reads go on; again in {self._retry_s:g} s")
 
     def write_worked(self) -> bool:
-        """A batch is durable. True if that brought the tier back."""
+        """A batch is durable. True if that brought writing back."""
         with self._lock:
             self._write_streak = 0
-            back, self.is_open = self.is_open, False
+            back, self.writes_open = self.writes_open, False
         if back:
             self._tell("ok", "a write worked")
         return back
 
+    def read_failed(self, error: Exception) -> None:
+        """A page could not be read."""
+        with self._lock:
+            self.read_errors += 1
+            self._read_streak += 1
+            if self._read_streak < FAILURES_MAX:
+                return
+            self._read_again = self._clock.monotonic() + self._retry_s
+            tripped, self.reads_open = not self.reads_open, True
+        if tripped:
+            self._tell("error", f"reads fail ({error}); dram serves alone; again in {self._retry_s:g} s")
+
     def read_worked(self) -> None:
-        """A read arrived."""
+        """A page arrived."""
         self._read_streak = 0
 
-    def _trip(self, streak: int) -> bool:
-        if streak < FAILURES_MAX:
-            return False
-        self._retry_at = self._clock.monotonic() + self._retry_s
-        tripped, self.is_open = not self.is_open, True
-        return tripped
+    def tick(self) -> None:
+        """Let reads be tried again once their pause is over: a single failure trips them anew."""
+        with self._lock:
+            if not self.reads_open or self._clock.monotonic() < self._read_again:
+                return
+            self._read_streak = FAILURES_MAX - 1
+            self.reads_open = False
+        self._tell("ok", "the pause is over, reads are tried again")
 
     def _tell(self, state: str, reason: str) -> None:
         self._sink(TierStateChanged(tier=TierName.SSD, state=state, reason=reason))

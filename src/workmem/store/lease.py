@@ -31,12 +31,10 @@ class PageLease:
         self.ready = 0
         self.failed: MissReason | None = None
         self.records: list[Record] = []
-        self.frames: list[Frame[Record]] = []
+        self.frames: list[Frame[Record] | None] = []
         self.generations: list[int] = []
         self.checks: list[tuple[int, ...] | None] = []
         """Checksums of each page; None until it is in dram."""
-        self.unready = 0
-        """Pages still on their way."""
         self.lost: dict[int, MissReason] = {}
         self.callbacks: list[Callable[[], None]] = []
         self.ended = ""
@@ -79,6 +77,11 @@ class PageLease:
         assert checks is not None
         return checks
 
+    def generation(self, index: int) -> int:
+        """Generation of the frame under page `index`: it grows when the frame gets another page (R3)."""
+        self._frame(index)
+        return self.generations[index]
+
     def tokens(self, index: int) -> tuple[int, ...]:
         """Token ids of block `index` as its header states them."""
         self._frame(index)
@@ -86,8 +89,7 @@ class PageLease:
 
     def quarantine(self, index: int) -> None:
         """See `Lease.quarantine`."""
-        self._frame(index)
-        self._pool.quarantine(self.records[index], MissReason.CORRUPT, only_frame=self.frames[index])
+        self._pool.quarantine(self.records[index], MissReason.CORRUPT, only_frame=self._frame(index))
 
     def renew(self, ttl_s: float) -> None:
         """Move the deadline to `ttl_s` seconds from now. Raises LeaseError when it has passed."""
@@ -109,4 +111,6 @@ class PageLease:
             raise LeaseError(
                 f"page {index} is not ready ({self.ready} of {len(self._keys)} are); wait for it"
             )
-        return self.frames[index]
+        frame = self.frames[index]
+        assert frame is not None
+        return frame

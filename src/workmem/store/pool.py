@@ -7,75 +7,29 @@ told after. Rules cited as R1-R10 are in docs/internals/buffer-rules.md.
 from __future__ import annotations
 
 import heapq
-import logging
-import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from workmem.core.clock import Clock
 from workmem.core.errors import CapacityError, InvariantError, LeaseError
-from workmem.core.events import BlockAdmitted, BlockEvicted, BlockQuarantined, BoundReached, Event, EventSink
+from workmem.core.events import BlockAdmitted, BlockEvicted, BlockQuarantined, BoundReached, EventSink
 from workmem.core.keys import BlockKey
 from workmem.core.layout import Namespace
 from workmem.core.outcomes import Lookup, MissReason, TierName
-from workmem.policy.eviction import SegmentedLru
+from workmem.policy.eviction import Node, SegmentedLru
 from workmem.store.arena import Arena
 from workmem.store.contract import BlockId, SaveState
 from workmem.store.frames import Frame, FrameState, FrameTable
 from workmem.store.lease import PageLease
+from workmem.store.outbox import Outbox
 from workmem.store.records import Promotion, Record, Space
 
 if TYPE_CHECKING:
     from workmem.store.tiers.segments import Extent
 
-log = logging.getLogger(__name__)
-
 _PROTECTED_SHARE = 0.8
 """Of a tier that reused blocks may fill: the rest is where new blocks prove themselves."""
-
-
-class Outbox:
-    """The pool's lock, and what is to be told once it is open again."""
-
-    def __init__(self, sink: EventSink) -> None:
-        self.lock = threading.Lock()
-        self.changed = threading.Condition(self.lock)
-        """Notified when a frame or a place in the write queue may have come free."""
-        self._sink = sink
-        self._events: list[Event] = []
-        self._calls: list[Callable[[], None]] = []
-
-    def __enter__(self) -> None:
-        self.lock.acquire()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        events, self._events = self._events, []
-        calls, self._calls = self._calls, []
-        self.lock.release()
-        for event in events:
-            self._sink(event)
-        for call in calls:
-            run_callback(call)
-
-    def tell(self, event: Event) -> None:
-        """Emit `event` once the lock is open."""
-        self._events.append(event)
-
-    def call(self, callbacks: Sequence[Callable[[], None]]) -> None:
-        """Run `callbacks` once the lock is open."""
-        self._calls.extend(callbacks)
-
-
-def run_callback(call: Callable[[], None]) -> None:
-    """Run a caller's callback on our thread; its bug must not end the thread."""
-    try:
-        call()
-    except Exception:  # plugin boundary: the callback is the caller's code
-        log.exception("a callback given to the store raised")
 
 
 class Pool:
@@ -91,14 +45,24 @@ class Pool:
         self.counts: Counter[str] = Counter()
         self.unwritten: deque[Record] = deque()
         """Blocks on their way to ssd, oldest first; an entry whose `unwritten` is off is stale."""
+        self.writes_in_flight = 0
         self.wants_writes = False
         """A durable tier takes what is admitted."""
+        self.reads_ssd = True
+        """Off while the ssd tier's reads fail: what only it holds is a miss."""
         self.drop_extent: Callable[[Record], None] = _no_extent
         """Takes a record's ssd copy out of service; set by the ssd index."""
+        self.touch_ssd: Callable[[list[Node[Record]]], None] | None = None
+        """Tells the ssd index that blocks were used again; set by it."""
         self._deadlines: list[tuple[float, int, PageLease]] = []
         self._lease_count = 0
 
     # -- namespaces and lookup
+
+    def count(self, name: str, amount: int) -> None:
+        """Add to a counter. Counters are the pool's, so they change under its lock too."""
+        with self.outbox:
+            self.counts[name] += amount
 
     def add_space(self, namespace: Namespace, *, number: int | None = None) -> tuple[Space, bool]:
         """The space of `namespace`, and whether it is new here. Replay names the number it had."""
@@ -123,20 +87,20 @@ class Pool:
     def lookup(self, space: Space, keys: Sequence[BlockKey]) -> Lookup:
         """Longest resident prefix. Takes no lock: each step reads one field that changes in one step."""
         tiers: list[TierName] = []
-        get, dram, ssd = space.records.get, TierName.DRAM, TierName.SSD
+        get, dram, ssd, reads_ssd = space.records.get, TierName.DRAM, TierName.SSD, self.reads_ssd
         for key in keys:
             record = get(key)
             if record is None:
                 break
             if record.frame is not None:
                 tiers.append(dram)
-            elif record.extent is not None:
+            elif record.extent is not None and reads_ssd:
                 tiers.append(ssd)
             else:
                 break
         if len(tiers) == len(keys):
             return Lookup(tuple(tiers))
-        return Lookup(tuple(tiers), space.ghosts.get(keys[len(tiers)], MissReason.COLD))
+        return Lookup(tuple(tiers), self._why_missed(space, keys[len(tiers)]))
 
     # -- saving
 
@@ -144,12 +108,16 @@ class Pool:
         """A FILLING frame for `block`, or how the save ends at once. Waits for room up to `wait_s`."""
         until = self.clock.monotonic() + wait_s
         with self.outbox:
+            if self._collides(space, block):
+                self.counts["saves_dropped"] += 1
+                return SaveState.DROPPED
             while True:
                 if self._holds(space, block):
                     return SaveState.ALREADY_THERE
                 frame = self._reserve(space.frame_bytes)
                 if frame is not None:
                     break
+                self._expire()
                 left = until - self.clock.monotonic()
                 if left <= 0 or not self.unwritten:
                     self.counts["saves_dropped"] += 1
@@ -215,8 +183,9 @@ class Pool:
                 lease.checks[index] = record.checksums
                 lease.generations[index] = frame.generation
             started = self._start_promotions(lease, waiting)
-            lease.unready = len(waiting)
             self.order.touch([node for record in prefix if (node := record.dram_node) is not None])
+            if self.touch_ssd is not None:
+                self.touch_ssd([node for record in prefix if (node := record.ssd_node) is not None])
             self._advance(lease)
             self._lease_count += 1
             self.counts["leases"] += 1
@@ -274,13 +243,15 @@ class Pool:
                 return
             record.promotion = None
             self._admit(record, frame, tokens, checksums)
+            if record.dram_node is not None and promotion.waiters:
+                # It was asked for again: that is what the reused segment is for.
+                self.order.touch([record.dram_node])
             self.counts["promoted"] += 1
             self.counts["promoted_bytes"] += record.space.layout.page_bytes
             self._unpin([frame])
             for lease, index in promotion.waiters:
                 if not lease.ended:
                     lease.checks[index] = checksums
-                    lease.unready -= 1
                     self._advance(lease)
             self.outbox.changed.notify_all()
 
@@ -329,15 +300,21 @@ class Pool:
                 f"{self.frames.ledger[FrameState.RESIDENT]} bytes resident, {resident} indexed"
             )
 
+    def _collides(self, space: Space, block: BlockId) -> bool:
+        """Two contexts under one key: neither may be served for the other, so both leave."""
+        record = space.records.get(block.key)
+        if record is None:
+            return False
+        known = record.tokens
+        if record.parent == block.parent and (known is None or known == block.tokens):
+            return False
+        self._quarantine(record, TierName.DRAM, MissReason.CORRUPT)
+        return True
+
     def _holds(self, space: Space, block: BlockId) -> bool:
         record = space.records.get(block.key)
         if record is None:
             return block.key in space.filling
-        known = record.tokens
-        if record.parent != block.parent or (known is not None and known != block.tokens):
-            # Two contexts under one key: neither may ever be served for the other.
-            self._quarantine(record, TierName.DRAM, MissReason.CORRUPT)
-            return False
         return record.frame is not None or record.promotion is not None or block.key in space.filling
 
     def _reserve(self, size: int) -> Frame[Record] | None:
@@ -424,16 +401,21 @@ class Pool:
             self.order.unpark(record.dram_node)
         self.outbox.changed.notify_all()
 
+    def _why_missed(self, space: Space, key: BlockKey) -> MissReason:
+        if key in space.records:
+            return MissReason.UNAVAILABLE
+        return space.ghosts.get(key, MissReason.COLD)
+
     def _prefix(self, space: Space, lease: PageLease) -> list[Record]:
         prefix: list[Record] = []
         for key in lease.keys:
             record = space.records.get(key)
-            if record is None or (record.frame is None and record.extent is None):
-                lease.lost[len(prefix)] = space.ghosts.get(key, MissReason.COLD)
+            if record is None or (record.frame is None and (record.extent is None or not self.reads_ssd)):
+                lease.lost[len(prefix)] = self._why_missed(space, key)
                 break
             prefix.append(record)
         lease.records = prefix
-        lease.frames = [None] * len(prefix)  # pyright: ignore[reportAttributeAccessIssue]  # filled by the caller
+        lease.frames = [None] * len(prefix)
         lease.checks = [None] * len(prefix)
         lease.generations = [0] * len(prefix)
         return prefix
@@ -484,7 +466,7 @@ class Pool:
             promotion.frame.pins = 0
             self.frames.free(promotion.frame)
         mine = {id(promotion.frame) for promotion in started}
-        self._unpin([frame for frame in lease.frames if frame is not None and id(frame) not in mine])
+        self._unpin([frame for frame in lease.frames if frame is None or id(frame) not in mine])
         lease.ended = "refused"
 
     def _no_room(self, lease: PageLease) -> CapacityError:
@@ -516,7 +498,6 @@ class Pool:
         for lease, index in promotion.waiters:
             if not lease.ended:
                 lease.lost[index] = reason
-                lease.unready -= 1
                 self._advance(lease)
 
     def _quarantine(self, record: Record, tier: TierName, reason: MissReason) -> None:
@@ -530,8 +511,10 @@ class Pool:
             self.drop_extent(record)
         self._forget(record, reason)
 
-    def _unpin(self, frames: Sequence[Frame[Record]]) -> None:
+    def _unpin(self, frames: Sequence[Frame[Record] | None]) -> None:
         for frame in frames:
+            if frame is None:
+                continue
             frame.pins -= 1
             if frame.pins:
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import queue
 import threading
@@ -17,6 +18,8 @@ from workmem.store.records import Promotion
 from workmem.store.ssd_index import SsdIndex
 from workmem.store.tiers.page_header import header_bytes
 from workmem.store.tiers.ssd import verify
+
+log = logging.getLogger(__name__)
 
 _RUN_BYTES = 2 * 2**20
 """Most bytes of one read: long enough for the disk's full rate, short enough that page 1 is early."""
@@ -46,25 +49,28 @@ class ReaderThreads:
         for run in _runs(promotions):
             self._runs.put(run)
 
-    def close(self) -> None:
-        """End after what is queued."""
+    def close(self, timeout_s: float) -> bool:
+        """End after what is queued. False if a read takes longer than `timeout_s`."""
         for _ in self._threads:
             self._runs.put(None)
         for thread in self._threads:
-            thread.join()
+            thread.join(timeout_s)
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _main(self) -> None:
         while (run := self._runs.get()) is not None:
             try:
                 self._read(run)
-            except Exception as error:  # noqa: BLE001  # thread main: whoever waits must hear of it
-                self._fail(run, MissReason.UNAVAILABLE, error)
+            except Exception as error:  # thread main: whoever waits must hear of it
+                log.exception("reading pages met a bug of ours")
+                self._fail(run, error)
+            self._index.end_read(run[0].extent.segment, len(run))
 
     def _read(self, run: list[Promotion]) -> None:
         started = self._clock.monotonic()
         layout = run[0].record.space.layout
         size = header_bytes(layout)
-        arena, first = self._pool.arena, run[0].extent
+        arena = self._pool.arena
         with mmap.mmap(-1, size * len(run)) as scratch, memoryview(scratch) as headers:
             buffers: list[memoryview] = []
             for position, promotion in enumerate(run):
@@ -79,7 +85,6 @@ class ReaderThreads:
             finally:
                 for buffer in buffers:
                     buffer.release()
-        self._index.end_read(first.segment, len(run))
         seconds = self._clock.monotonic() - started
         self._sink(
             BlockPromoted(
@@ -123,12 +128,11 @@ class ReaderThreads:
             else:
                 self._pool.promoted(promotion, header.tokens, header.checksums)
 
-    def _fail(self, run: list[Promotion], reason: MissReason, error: Exception) -> None:
+    def _fail(self, run: list[Promotion], error: Exception) -> None:
         self._breaker.read_failed(error)
         for promotion in run:
             if promotion.record.promotion is promotion:
-                self._pool.promotion_failed(promotion, reason)
-        self._index.end_read(run[0].extent.segment, len(run))
+                self._pool.promotion_failed(promotion, MissReason.UNAVAILABLE)
 
 
 def _runs(promotions: Sequence[Promotion]) -> list[list[Promotion]]:

@@ -12,7 +12,8 @@ import xxhash
 from workmem.core.events import BoundReached, EventSink
 from workmem.store.contract import PageWrite, SaveState
 from workmem.store.frames import Frame
-from workmem.store.pool import Pool, run_callback
+from workmem.store.outbox import run_callback
+from workmem.store.pool import Pool
 from workmem.store.records import Record, Space
 
 log = logging.getLogger(__name__)
@@ -56,12 +57,15 @@ class SaverThread:
                 self._wake.notify_all()
         if not refused:
             return
-        self._pool.counts["saves_dropped"] += len(refused)
-        detail = f"{len(refused)} pages refused" + (", the store is closed" if closed else "")
-        self._sink(BoundReached(name="store.save_queue", limit=self._pages_max, detail=detail))
+        self._drop(len(refused), closed=closed)
         if closed:
             for page in refused:
                 _tell(page, SaveState.DROPPED)
+
+    def _drop(self, count: int, *, closed: bool) -> None:
+        self._pool.count("saves_dropped", count)
+        detail = f"{count} pages refused" + (", the store is closed" if closed else "")
+        self._sink(BoundReached(name="store.save_queue", limit=self._pages_max, detail=detail))
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until the queue is empty and the last page is done."""
@@ -74,8 +78,10 @@ class SaverThread:
             self._closed = True
             left = list(self._queue)
             self._queue.clear()
-            self._waiting = 0
+            waiting, self._waiting = self._waiting, 0
             self._wake.notify_all()
+        if waiting:
+            self._drop(waiting, closed=True)
         for item in left:
             _tell(item if isinstance(item, PageWrite) else item[1], SaveState.DROPPED)
         self._thread.join(timeout_s)
@@ -111,7 +117,7 @@ class SaverThread:
             return begun
         try:
             checksums = self._fill(space, page, begun)
-        except Exception as error:  # plugin boundary: the copy is the caller's code
+        except Exception as error:  # noqa: BLE001  # plugin boundary: the copy is the caller's code
             log.warning("a page could not be copied: %s", error)
             self._pool.abort_save(space, page.block, begun)
             self._sink(BoundReached(name="store.save_copy", limit=0, detail=f"copy_into raised {error!r}"))

@@ -47,7 +47,10 @@ class SsdIndex:
         self.live_bytes = 0
         self.page_count = 0
         self._deletes: list[Entry] = []
+        self.extent_bytes_max = capacity_bytes
+        """A page that takes more can never be kept; it stays in dram only."""
         pool.drop_extent = self._strike
+        pool.touch_ssd = self.order.touch
 
     @property
     def file_bytes(self) -> int:
@@ -62,14 +65,25 @@ class SsdIndex:
         total = 0
         with self._pool.outbox:
             queue = self._pool.unwritten
-            while queue and (not jobs or total + jobs[0].length <= bytes_max):
-                record = queue.popleft()
-                frame = record.frame
-                if not record.unwritten or frame is None or record.tokens is None:
+            while queue:
+                record, frame = queue[0], queue[0].frame
+                if not record.unwritten or frame is None:
+                    queue.popleft()
                     continue
+                length = page_extent_bytes(record.space)
+                if length > self.extent_bytes_max:
+                    queue.popleft()
+                    self._pool.counts["writes_given_up"] += 1
+                    self._pool.write_ended(record)
+                    continue
+                if jobs and total + length > bytes_max:
+                    break
+                queue.popleft()
                 frame.pins += 1
                 jobs.append(WriteJob(record, frame, _header(record)))
-                total += jobs[-1].length
+                total += length
+            self._pool.writes_in_flight += len(jobs)
+            self._pool.outbox.changed.notify_all()
         return jobs
 
     def settle(self, jobs: list[WriteJob], extents: list[Extent] | None) -> None:
@@ -77,8 +91,9 @@ class SsdIndex:
         with self._pool.outbox:
             for position, job in enumerate(jobs):
                 if extents is not None:
-                    self._place(job.record, extents[position], durable=True)
+                    self._place(job.record, extents[position])
                 self._pool.write_ended(job.record)
+            self._pool.writes_in_flight -= len(jobs)
         self._pool.unpin([job.frame for job in jobs])
 
     def retry(self, jobs: list[WriteJob]) -> None:
@@ -86,15 +101,15 @@ class SsdIndex:
         with self._pool.outbox:
             for job in reversed(jobs):
                 self._pool.unwritten.appendleft(job.record)
+            self._pool.writes_in_flight -= len(jobs)
         self._pool.unpin([job.frame for job in jobs])
 
     def give_up_writes(self) -> None:
-        """The tier does not take pages now: nothing waits for it."""
-        with self._pool.outbox:
-            for record in self._pool.unwritten:
-                if record.unwritten:
-                    self._pool.write_ended(record)
-            self._pool.unwritten.clear()
+        """The tier does not take pages now: nothing waits for it. The lock is held by the caller."""
+        for record in self._pool.unwritten:
+            if record.unwritten:
+                self._pool.write_ended(record)
+        self._pool.unwritten.clear()
 
     def take_deletes(self) -> list[Entry]:
         """Records to strike out of the journal, before anything newer is put in."""
@@ -120,7 +135,7 @@ class SsdIndex:
             old = record.space.records.setdefault(record.key, record)
             if old.extent is not None:
                 self._unplace(old)
-            self._place(old, extent, durable=True)
+            self._place(old, extent)
 
     def forget(self, space: Space, key: bytes) -> None:
         """A page that replay found struck out."""
@@ -165,11 +180,6 @@ class SsdIndex:
                 self._pool.forget_if_gone(record, MissReason.EVICTED)
         return freed
 
-    def touch(self, records: list[Record]) -> None:
-        """Pages were used again."""
-        with self._pool.outbox:
-            self.order.touch([node for record in records if (node := record.ssd_node) is not None])
-
     def drop_segment(self, segment: Segment) -> None:
         """Take a segment out of the index; whatever still lies in it leaves service."""
         with self._pool.outbox:
@@ -181,6 +191,13 @@ class SsdIndex:
             close_now = segment.readers == 0
         if close_now:
             segment.file.close()
+
+    def pages_of(self, segment: Segment) -> list[tuple[Record, Extent]]:
+        """The live pages of a segment in the order they lie."""
+        with self._pool.outbox:
+            pages = [(record, record.extent) for record in segment.records]
+        found = [(record, extent) for record, extent in pages if extent is not None]
+        return sorted(found, key=lambda page: page[1].offset)
 
     def end_read(self, segment: Segment, count: int) -> None:
         """`count` reads of `segment` ended; the last one closes a dropped file."""
@@ -195,18 +212,19 @@ class SsdIndex:
         with self._pool.outbox:
             entries: list[Entry] = [namespace_entry(space) for space in self._pool.spaces.values()]
             for space in self._pool.spaces.values():
-                for record in space.records.values():
-                    if record.extent is not None:
-                        entries.append(put_entry(record, record.extent))
+                held = [(record, record.extent) for record in space.records.values()]
+                entries += [put_entry(record, extent) for record, extent in held if extent is not None]
             # Strikes of pages that are not in the snapshot have nothing left to strike out.
             self._deletes.clear()
             return entries
 
     # -- inside the lock
 
-    def _place(self, record: Record, extent: Extent, *, durable: bool) -> None:
+    def _place(self, record: Record, extent: Extent) -> None:
         space = record.space
-        if space.records.get(record.key) is not record or record.extent is not None or not durable:
+        assert record.extent is None
+        if space.records.get(record.key) is not record:
+            # It left while it was written: what the journal now says of it must be struck out.
             self._deletes.append(DeleteEntry(space.number, record.key))
             return
         record.extent = extent

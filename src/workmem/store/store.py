@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from types import TracebackType
+from typing import Self
 
 from workmem.core.clock import Clock, SystemClock
 from workmem.core.errors import InvariantError
 from workmem.core.events import EventSink, discard
 from workmem.core.keys import KEY_BYTES, BlockKey
 from workmem.core.layout import Namespace
-from workmem.core.outcomes import Lookup
+from workmem.core.outcomes import Lookup, MissReason
 from workmem.core.units import parse_bytes
 from workmem.store.arena import Arena
 from workmem.store.breaker import Breaker
@@ -23,6 +24,7 @@ from workmem.store.lease import PageLease
 from workmem.store.pool import Pool
 from workmem.store.reader import ReaderThreads
 from workmem.store.saver import SaverThread
+from workmem.store.ticker import TickerThread
 from workmem.store.tiers.folder import StoreFolder
 from workmem.store.tiers.ssd import SsdTier
 from workmem.store.writer import WriterThread
@@ -62,6 +64,7 @@ class Store:
             self._arena.close()
             raise
         self._saver = SaverThread(self._pool, sink, config.save_queue_pages)
+        self._ticker = TickerThread(self._tick)
         self._reader: ReaderThreads | None = None
         self._writer: WriterThread | None = None
         if self._tier is not None:
@@ -72,7 +75,7 @@ class Store:
             )
             self._writer = WriterThread(self._pool, self._tier, self._breaker)
 
-    def __enter__(self) -> Store:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -85,7 +88,9 @@ class Store:
         return self._pool.add_space(namespace)[0].root
 
     def lookup(self, root: bytes, keys: Sequence[BlockKey]) -> Lookup:
-        """See `KVStore.lookup`."""
+        """See `KVStore.lookup`. A closed store holds nothing."""
+        if self._closed:
+            return Lookup((), MissReason.DISABLED if keys else None)
         return self._pool.lookup(self._pool.space(root), keys)
 
     def lease(self, root: bytes, keys: Sequence[BlockKey], *, owner: str, ttl_s: float) -> PageLease:
@@ -94,10 +99,8 @@ class Store:
             raise InvariantError("lease on a closed store")
         lease, promotions = self._pool.lease(self._pool.space(root), keys, owner, ttl_s)
         if self._tier is not None:
-            self._tier.index.touch(lease.records)
-            if promotions:
-                assert self._reader is not None
-                self._reader.submit(promotions)
+            assert self._reader is not None
+            self._reader.submit(promotions)
         return lease
 
     def save(self, root: bytes, pages: Sequence[PageWrite]) -> None:
@@ -125,12 +128,12 @@ class Store:
         until = self._clock.monotonic() + timeout_s
         if not self._saver.drain(timeout_s):
             return False
-        writer = self._writer
-        if writer is None:
-            return True
-        with self._pool.outbox:
-            left = until - self._clock.monotonic()
-            return self._pool.outbox.changed.wait_for(lambda: writer.is_settled, max(0.0, left))
+        pool = self._pool
+        with pool.outbox:
+            left = max(0.0, until - self._clock.monotonic())
+            return pool.outbox.changed.wait_for(
+                lambda: not pool.unwritten and not pool.writes_in_flight, left
+            )
 
     def gauges(self) -> dict[str, float]:
         """See `KVStore.gauges`."""
@@ -152,7 +155,7 @@ class Store:
                 "store_ssd_used_bytes": index.file_bytes,
                 "store_ssd_live_bytes": index.live_bytes,
                 "store_ssd_pages": index.page_count,
-                "store_ssd_error": float(self._breaker.is_open),
+                "store_ssd_error": float(self._breaker.writes_open or self._breaker.reads_open),
                 "store_ssd_read_errors_total": self._breaker.read_errors,
                 "store_ssd_write_errors_total": self._breaker.write_errors,
             }
@@ -167,10 +170,10 @@ class Store:
         until = self._clock.monotonic() + CLOSE_S
         self.flush(CLOSE_S)
         left = max(0.1, until - self._clock.monotonic())
-        ended = self._saver.close(left)
+        ended = self._saver.close(left) and self._ticker.close(left)
         self._pool.end_leases()
         if self._reader is not None:
-            self._reader.close()
+            ended = self._reader.close(left) and ended
         if self._writer is not None and self._tier is not None:
             ended = self._writer.close(left) and ended
             if ended:
@@ -179,6 +182,11 @@ class Store:
             # A thread stuck in a caller's copy or in the kernel keeps its memory; freeing it under
             # the thread would be worse than the leak.
             self._arena.close()
+
+    def _tick(self) -> None:
+        self._pool.expire_leases()
+        self._breaker.tick()
+        self._pool.reads_ssd = not self._breaker.reads_open
 
     def audit(self) -> None:
         """Check the ledger and every link of the index. Raises InvariantError; for tests and `verify`."""

@@ -1,0 +1,1 @@
+"""Media that outlive a process."""

@@ -134,7 +134,7 @@ class Journal:
     def open(self) -> list[Entry]:
         """Open or create, and replay. Raises IntegrityError when the file is no journal of this store."""
         if not self._path.exists():
-            self._create(self._path, [])
+            self.rewrite([])
             return []
         self._file = self._device.open(self._path, Access.UPDATE, direct=False)
         raw = bytearray(self._file.size())

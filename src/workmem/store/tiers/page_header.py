@@ -1,5 +1,6 @@
-"""The header in front of every page on ssd: what the bytes behind it claim to be (byte table in
-docs/internals/journal-format.md).
+"""The header in front of every page on ssd: what the bytes behind it claim to be.
+
+Byte table in docs/internals/journal-format.md.
 """
 
 from __future__ import annotations

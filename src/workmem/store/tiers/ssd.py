@@ -6,6 +6,7 @@ order: data, sync, journal, sync, index (R2).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 from collections.abc import Iterator
@@ -55,6 +56,7 @@ class SsdTier:
         self._segment_bytes = min(SEGMENT_BYTES_MAX, max(capacity_bytes // 8, 2 * SEGMENT_HEADER_BYTES))
         self.index = SsdIndex(pool, capacity_bytes)
         self._journal = Journal(device, folder.journal, folder.store_id)
+        self.index.extent_bytes_max = capacity_bytes - 2 * self._segment_bytes
         self._active: Segment | None = None
         self._next_number = 1
         self._direct = True
@@ -105,7 +107,7 @@ class SsdTier:
                 file = self._open_file(number, Access.READ)
             except (OSError, IntegrityError) as error:
                 log.warning("segment %d is left out: %s", number, error)
-                self._pool.counts["segments_left_out"] += 1
+                self._pool.count("segments_left_out", 1)
                 continue
             segment = Segment(number, path, file, file.size())
             segment.is_sealed = True
@@ -132,7 +134,7 @@ class SsdTier:
                 self.index.restore(record, Extent(segment, entry.offset, entry.length, entry.header_sum))
         self.index.take_deletes()
         if dropped or len(self._announced) != len(spaces):
-            self._pool.counts["journal_records_dropped"] += dropped
+            self._pool.count("journal_records_dropped", dropped)
             self._announce_all()
 
     def _space_of(self, entry: NamespaceEntry) -> Space | None:
@@ -210,11 +212,18 @@ class SsdTier:
             for segment in touched.values():
                 segment.file.sync()
         except OSError:
-            # What reached these files is in doubt; nothing is ever written over it.
-            for segment in touched.values():
-                self._seal(segment)
+            self._doubt(touched)
             raise
         return extents
+
+    def _doubt(self, touched: dict[int, Segment]) -> None:
+        """What reached these files is uncertain: nothing is ever written over it."""
+        if self._active is not None:
+            touched[self._active.number] = self._active
+        for segment in touched.values():
+            self._seal(segment)
+            with contextlib.suppress(OSError):
+                segment.file.truncate(segment.size)
 
     def _write_group(self, segment: Segment, jobs: list[WriteJob]) -> list[Extent]:
         sizes = [header_bytes(job.record.space.layout) for job in jobs]
@@ -309,32 +318,38 @@ class SsdTier:
         """Write a segment's live pages again and remove it: at most one byte moved for each one freed."""
         moves: list[tuple[Record, Extent, Extent]] = []
         touched: dict[int, Segment] = {}
-        for record in sorted(victim.records, key=_offset):
-            old = record.extent
-            if old is None or old.segment is not victim:
-                continue
-            try:
+        try:
+            for record, old in self.index.pages_of(victim):
                 new = self._rewrite_page(record, old)
-            except IntegrityError:
-                self._pool.quarantine_extent(record, old, MissReason.CORRUPT)
-                continue
-            touched[new.segment.number] = new.segment
-            moves.append((record, old, new))
-        for segment in touched.values():
-            segment.file.sync()
+                if new is not None:
+                    touched[new.segment.number] = new.segment
+                    moves.append((record, old, new))
+            for segment in touched.values():
+                segment.file.sync()
+        except OSError:
+            self._doubt(touched)
+            raise
         self._append([put_entry(record, new) for record, _, new in moves])
         for record, old, new in moves:
             self.index.move(record, old, new)
-            self._pool.counts["ssd_moved_bytes"] += new.length
+            self._pool.count("ssd_moved_bytes", new.length)
         self._append([])
         self._remove(victim)
 
-    def _rewrite_page(self, record: Record, old: Extent) -> Extent:
+    def _rewrite_page(self, record: Record, old: Extent) -> Extent | None:
+        """A page's new place, or None when the old one does not hold it any more. Raises OSError on writes."""
         with mmap.mmap(-1, old.length) as scratch, memoryview(scratch) as view:
-            old.segment.file.readv([view], old.offset)
             size = header_bytes(record.space.layout)
-            with view[:size] as head, view[size:] as payload:
-                verify(record, old, head, payload)
+            try:
+                old.segment.file.readv([view], old.offset)
+                with view[:size] as head, view[size:] as payload:
+                    verify(record, old, head, payload)
+            except OSError:
+                self._pool.quarantine_extent(record, old, MissReason.UNAVAILABLE)
+                return None
+            except IntegrityError:
+                self._pool.quarantine_extent(record, old, MissReason.CORRUPT)
+                return None
             segment = self._segment_with_room(old.length)
             segment.file.writev([view], segment.size)
             new = Extent(segment, segment.size, old.length, old.header_sum)
@@ -384,7 +399,3 @@ def _groups(jobs: list[WriteJob], bytes_max: int) -> Iterator[list[WriteJob]]:
         total += job.length
     if group:
         yield group
-
-
-def _offset(record: Record) -> int:
-    return record.extent.offset if record.extent is not None else 0

@@ -1,0 +1,54 @@
+"""The pool's lock, and a way to tell things only when it is open again (R1)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+from workmem.core.events import Event, EventSink
+
+log = logging.getLogger(__name__)
+
+
+class Outbox:
+    """The pool's lock, and what is to be told once it is open again."""
+
+    def __init__(self, sink: EventSink) -> None:
+        self.lock = threading.Lock()
+        self.changed = threading.Condition(self.lock)
+        """Notified when a frame or a place in the write queue may have come free."""
+        self._sink = sink
+        self._events: list[Event] = []
+        self._calls: list[Callable[[], None]] = []
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        events, self._events = self._events, []
+        calls, self._calls = self._calls, []
+        self.lock.release()
+        for event in events:
+            self._sink(event)
+        for call in calls:
+            run_callback(call)
+
+    def tell(self, event: Event) -> None:
+        """Emit `event` once the lock is open."""
+        self._events.append(event)
+
+    def call(self, callbacks: Sequence[Callable[[], None]]) -> None:
+        """Run `callbacks` once the lock is open."""
+        self._calls.extend(callbacks)
+
+
+def run_callback(call: Callable[[], None]) -> None:
+    """Run a caller's callback on our thread; its bug must not end the thread."""
+    try:
+        call()
+    except Exception:  # plugin boundary: the callback is the caller's code
+        log.exception("a callback given to the store raised")

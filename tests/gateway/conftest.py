@@ -3,6 +3,7 @@ import socket
 import time
 import urllib.request
 
+import openai
 import pytest
 
 from workmem.gateway.app import build_app
@@ -67,6 +68,12 @@ def until():
 
 
 @pytest.fixture
+def wire_to():
+    """Makes a `Wire` for a base URL."""
+    return Wire
+
+
+@pytest.fixture
 def engine():
     return FakeEngine()
 
@@ -100,7 +107,5 @@ def model():
 
 @pytest.fixture
 def openai_client(base_url):
-    import openai
-
     with openai.OpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=30) as client:
         yield client

@@ -1,0 +1,1 @@
+"""The HTTP front: OpenAI-compatible, before one engine or before other servers."""

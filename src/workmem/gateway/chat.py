@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -140,7 +140,7 @@ class _Reply:
         body = self._head("chat.completion") | {"choices": choices}
         return body | {"usage": usage_body(self._generation.usages, self._order.n)}
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncGenerator[bytes]:
         """The events of a streamed answer."""
         options = self._request.stream_options
         with_usage = options is not None and options.include_usage is True
@@ -175,11 +175,18 @@ class _Reply:
                 bodies.append({"tool_calls": [piece]})
         if self._request.logprobs and logprobs and not any("content" in body for body in bodies[-1:]):
             bodies.append({"content": ""})
-        chunks = [{"index": index, "delta": body, "logprobs": None, "finish_reason": None} for body in bodies]
+        chunks: list[dict[str, Any]] = [
+            {"index": index, "delta": body, "logprobs": None, "finish_reason": None} for body in bodies
+        ]
         if self._request.logprobs and logprobs:
             chunks[-1]["logprobs"] = chat_logprobs(logprobs)
         if finish_reason is not None:
-            last = {"index": index, "delta": {}, "logprobs": None, "finish_reason": choice.finish_reason}
+            last: dict[str, Any] = {
+                "index": index,
+                "delta": {},
+                "logprobs": None,
+                "finish_reason": choice.finish_reason,
+            }
             chunks.append(last)
         return chunks
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -115,7 +115,7 @@ class _Reply:
         ]
         return self._head() | {"choices": choices, "usage": self._usage()}
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncGenerator[bytes]:
         """The events of a streamed answer."""
         options = self._request.stream_options
         with_usage = options is not None and options.include_usage is True

@@ -102,6 +102,8 @@ class Boundary:
                 async with asyncio.timeout(self._config.request_timeout_s):
                     answer = await self._endpoint(exchange)
             except Exception as error:
+                # The engine is let go first: a slow reader of the answer must not keep it busy.
+                await exchange.held.aclose()
                 answer = error_response(error)
                 if getattr(answer, "status_code", 0) >= 500:
                     log.warning("request %s failed", exchange.request_id, exc_info=error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
 
@@ -105,7 +105,7 @@ class Generation:
             pump.cancel()
         await asyncio.gather(*self._pumps, return_exceptions=True)
 
-    async def deltas(self) -> AsyncIterator[tuple[int, Delta] | None]:
+    async def deltas(self) -> AsyncGenerator[tuple[int, Delta] | None]:
         """(choice, delta) as they come; None marks `keepalive_s` of silence."""
         for item in self._peeked:
             yield item

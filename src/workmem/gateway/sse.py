@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -31,7 +31,7 @@ def event(value: Any) -> bytes:
 class EventStream:
     """Sends `events` until they end. `timeout_s` bounds the whole stream."""
 
-    def __init__(self, events: AsyncIterator[bytes], timeout_s: float) -> None:
+    def __init__(self, events: AsyncGenerator[bytes], timeout_s: float) -> None:
         self._events = events
         self._timeout_s = timeout_s
 
@@ -40,7 +40,7 @@ class EventStream:
         del scope, receive
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         try:
-            async with asyncio.timeout(self._timeout_s), aclosing(self._events) as events:  # type: ignore[type-var]
+            async with asyncio.timeout(self._timeout_s), aclosing(self._events) as events:
                 async for data in events:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
         except ClientGone:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -91,10 +92,9 @@ def _add_system(plain: list[dict[str, Any]], paths: list[str], text: str) -> Non
 def _call_text(function: dict[str, Any]) -> str:
     arguments: Any = function.get("arguments") or {}
     if isinstance(arguments, str):
-        try:
+        # A history may hold a broken call; the model then sees what it once wrote.
+        with suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            pass  # A history may hold a broken call; the model sees what it once wrote.
     return (
         f"<tool_call>\n{_compact({'name': function.get('name', ''), 'arguments': arguments})}\n</tool_call>"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from starlette.types import ASGIApp
@@ -13,7 +13,7 @@ from workmem.gateway.serve import Server, listen
 
 
 @contextmanager
-def running(app: ASGIApp, config: ServerConfig | None = None, *, timeout_s: float = 30.0) -> Iterator[str]:
+def running(app: ASGIApp, config: ServerConfig | None = None, *, timeout_s: float = 30.0) -> Generator[str]:
     """Serve `app` and yield its base URL, without `/v1`; stop and join the thread on the way out."""
     config = config or ServerConfig(port=0, shutdown_s=2)
     listener = listen(config)

@@ -1,0 +1,83 @@
+"""The servers behind the gateway: what each serves, how busy it is, and which is asked first."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from workmem.gateway.config import UpstreamConfig
+
+
+class UpstreamServer:
+    """One server. `models` maps ids to their entries in `/v1/models`."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.in_flight = 0
+        self.down_until = 0.0
+        self.models: dict[str, dict[str, Any]] = {}
+        self.last_error = ""
+
+    def is_down(self, now: float) -> bool:
+        """Whether it refused a connection a moment ago."""
+        return now < self.down_until
+
+    def weight(self, affinity: str) -> int:
+        """Rendezvous weight: each key ranks the servers its own way, and keeps the ranking of those left."""
+        if not affinity:
+            return 0
+        digest = hashlib.blake2b(f"{affinity}\0{self.url}".encode("utf-8", "surrogatepass"), digest_size=8)
+        return int.from_bytes(digest.digest(), "big")
+
+
+def rank(servers: Iterable[UpstreamServer], *, model: str, affinity: str, now: float) -> list[UpstreamServer]:
+    """The servers to try, best first: those of the model, the session's own, least busy without one.
+
+    Servers that were just unreachable come last instead of never: all may be.
+    """
+    everyone = list(servers)
+    serving = [server for server in everyone if model in server.models] or everyone
+    return sorted(serving, key=lambda one: (one.is_down(now), -one.weight(affinity), one.in_flight))
+
+
+def merged_models(servers: Iterable[UpstreamServer]) -> dict[str, dict[str, Any]]:
+    """All models by id; of two servers with the same id the first speaks."""
+    models: dict[str, dict[str, Any]] = {}
+    for server in servers:
+        for name, entry in server.models.items():
+            models.setdefault(name, entry)
+    return models
+
+
+async def refresh_models(
+    servers: Iterable[UpstreamServer],
+    session: aiohttp.ClientSession,
+    config: UpstreamConfig,
+    headers: Mapping[str, str],
+) -> None:
+    """Ask every server for its models, at the same time. One that does not answer keeps its old list."""
+
+    async def ask(server: UpstreamServer) -> None:
+        timeout = aiohttp.ClientTimeout(total=2 * config.connect_timeout_s)
+        try:
+            async with session.get(f"{server.url}/v1/models", headers=headers, timeout=timeout) as answer:
+                body = msgspec.json.decode(await answer.read(), type=_ModelList)
+        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            server.last_error = f"{type(error).__name__}: {error}"
+            if isinstance(error, aiohttp.ClientConnectorError):
+                server.down_until = time.monotonic() + config.retry_after_s
+            return
+        server.models = {name: entry for entry in body.data if isinstance(name := entry.get("id"), str)}
+        server.last_error, server.down_until = "", 0.0
+
+    await asyncio.gather(*(ask(server) for server in servers))
+
+
+class _ModelList(msgspec.Struct):
+    data: list[dict[str, Any]]

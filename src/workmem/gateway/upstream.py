@@ -1,0 +1,351 @@
+"""Upstream mode: the same front before OpenAI-compatible servers. Bodies and streams pass byte for byte."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import yarl
+from starlette.applications import Starlette
+from starlette.types import Receive, Scope, Send
+
+from workmem.core.errors import ClientError, ConfigError
+from workmem.core.generation import Caller
+from workmem.gateway.app import assemble
+from workmem.gateway.config import ServerConfig, UpstreamConfig
+from workmem.gateway.exchange import Answer, Exchange, header_map, state_of
+from workmem.gateway.failures import ClientGone, Refusal, error_body, json_response
+from workmem.gateway.metrics import Metrics
+from workmem.gateway.servers import UpstreamServer, merged_models, rank, refresh_models
+from workmem.gateway.sse import event
+from workmem.gateway.usage_peek import UsagePeek
+from workmem.prompt.decode import decode_json
+from workmem.prompt.identity import SessionInferrer, history_of, identify, with_session
+
+log = logging.getLogger("workmem.gateway")
+
+# Of one connection and not of the message (RFC 9110, 7.6.1), or set anew on the other side.
+_NOT_FORWARDED = frozenset(
+    [
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+        "host",
+        "content-length",
+        "accept-encoding",
+        "expect",
+    ]
+)
+_NOT_RETURNED = _NOT_FORWARDED - {"content-length"} | {"date", "server", "x-request-id"}
+
+
+class Upstream:
+    """Picks a server for each request and passes it on. `open` before use, `close` after."""
+
+    def __init__(
+        self, config: UpstreamConfig, front: ServerConfig, servers: list[UpstreamServer], metrics: Metrics
+    ) -> None:
+        if not servers:
+            raise ConfigError("$.upstream.urls: upstream mode needs at least one URL.")
+        self.servers = servers
+        self.sessions = SessionInferrer()
+        self._config = config
+        self._request_timeout_s = front.request_timeout_s
+        self._asks_for_keys = bool(front.api_key_file)
+        self._key = _read_key(config.api_key_file)
+        self._metrics = metrics
+        self._session: aiohttp.ClientSession | None = None
+        self._refreshing: asyncio.Task[None] | None = None
+        self._asked_at = 0.0
+
+    async def open(self) -> None:
+        """Start the client and learn what is served; servers may still be down."""
+        # A connection per request: a kept one may die just as it is used, and only then can it not
+        # be told whether the server has begun. Beside a generation a connect costs nothing.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=self._config.connect_timeout_s, sock_read=self._config.read_timeout_s
+        )
+        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
+        self._refreshing = asyncio.create_task(self._keep_fresh())
+
+    async def close(self) -> None:
+        """Close all connections."""
+        if self._refreshing is not None:
+            self._refreshing.cancel()
+            await asyncio.gather(self._refreshing, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+
+    async def models(self) -> dict[str, dict[str, Any]]:
+        """All models by id, asked now."""
+        await self._refresh()
+        return merged_models(self.servers)
+
+    async def forward(self, exchange: Exchange) -> Answer:
+        """Pass the request on to the best server that takes it."""
+        raw = _object_in(exchange.body)
+        model = raw.get("model") if isinstance(raw.get("model"), str) else ""
+        headers = header_map(exchange.request)
+        caller = with_session(
+            identify(headers, raw, tenant=exchange.tenant), self.sessions, str(model), history_of(raw)
+        )
+        if model and model not in merged_models(self.servers) and time.monotonic() - self._asked_at > 1.0:
+            await self._refresh()
+        affinity = f"{caller.tenant}\0{caller.session}" if caller.session else ""
+        order = rank(self.servers, model=str(model), affinity=affinity, now=time.monotonic())
+        outgoing = self._outgoing_headers(exchange, headers, caller)
+        for server in order:
+            answer = await self._try(server, exchange, outgoing)
+            if answer is not None:
+                return answer
+        text = f"None of the {len(order)} upstream servers accepts connections: {order[0].last_error}."
+        raise Refusal(502, text, code="upstream_unreachable")
+
+    async def _try(
+        self, server: UpstreamServer, exchange: Exchange, headers: Mapping[str, str]
+    ) -> Answer | None:
+        """The answer of `server` once its headers are here; None if it could not be connected to."""
+        request = exchange.request
+        query = f"?{request.url.query}" if request.url.query else ""
+        url = yarl.URL(f"{server.url}{request.scope['raw_path'].decode('ascii')}{query}", encoded=True)
+        arrived = time.monotonic()
+        server.in_flight += 1
+        try:
+            answer = await self._client.request(
+                request.method, url, headers=headers, data=exchange.body or None, allow_redirects=False
+            )
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            # No byte was sent, so another server may have the request.
+            server.in_flight -= 1
+            server.down_until = time.monotonic() + self._config.retry_after_s
+            server.last_error = f"{type(error).__name__}: {error}"
+            log.warning("upstream %s unreachable: %s", server.url, error)
+            return None
+        except TimeoutError as error:
+            server.in_flight -= 1
+            text = f"The upstream server was silent for {self._config.read_timeout_s:g} s."
+            raise Refusal(504, text, code="upstream_timeout") from error
+        except aiohttp.ClientError as error:
+            server.in_flight -= 1
+            text = f"The upstream server broke off before it answered ({type(error).__name__})."
+            raise Refusal(502, text, code="upstream_error") from error
+        except BaseException:
+            server.in_flight -= 1
+            raise
+
+        def let_go() -> None:
+            server.in_flight -= 1
+            answer.close()
+
+        exchange.held.callback(let_go)
+        server.down_until, server.last_error = 0.0, ""
+        return _PassThrough(answer, self._metrics, arrived, self._request_timeout_s)
+
+    def _outgoing_headers(
+        self, exchange: Exchange, headers: Mapping[str, str], caller: Caller
+    ) -> dict[str, str]:
+        named = {
+            part.strip().lower() for part in headers.get("connection", "").split(",")
+        }  # Headers that the client declared to be of its connection.
+        out = {name: value for name, value in headers.items() if name not in _NOT_FORWARDED | named}
+        # Compressed bytes would pass just as well, but could not be looked into.
+        out["accept-encoding"] = "identity"
+        out["x-request-id"] = exchange.request_id
+        if caller.session:
+            out.setdefault("x-workmem-session", caller.session)
+        if self._asks_for_keys:
+            # The client's key is ours, and its tenant is what the key says.
+            out.pop("authorization", None)
+            out.pop("x-api-key", None)
+            out["x-workmem-tenant"] = exchange.tenant
+        if self._key:
+            out["authorization"] = f"Bearer {self._key}"
+        return out
+
+    @property
+    def _client(self) -> aiohttp.ClientSession:
+        assert self._session is not None, "open() comes first"
+        return self._session
+
+    async def _refresh(self) -> None:
+        self._asked_at = time.monotonic()
+        headers = {"authorization": f"Bearer {self._key}"} if self._key else {}
+        await refresh_models(self.servers, self._client, self._config, headers)
+
+    async def _keep_fresh(self) -> None:
+        while True:
+            await self._refresh()
+            await asyncio.sleep(self._config.models_ttl_s)
+
+
+class _PassThrough:
+    """An answer on its way through."""
+
+    def __init__(
+        self, answer: aiohttp.ClientResponse, metrics: Metrics, arrived: float, timeout_s: float
+    ) -> None:
+        self.status_code = answer.status
+        self._answer = answer
+        self._metrics = metrics
+        self._arrived = arrived
+        self._timeout_s = timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it, byte for byte."""
+        del receive
+        answer = self._answer
+        headers = [(k.lower(), v) for k, v in answer.raw_headers if k.lower().decode() not in _NOT_RETURNED]
+        await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+        peek = UsagePeek(answer.headers.get("content-type", ""))
+        first: float | None = None
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                async for data in answer.content.iter_any():
+                    first = first or time.monotonic()
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                    peek.feed(data)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            await self._broke_off(scope, send, error)
+        if answer.method == "POST":
+            self._count(peek, first)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _broke_off(self, scope: Scope, send: Send, error: Exception) -> None:
+        log.warning("upstream %s broke off: %s", self._answer.url.host, error)
+        if self._answer.headers.get("content-type", "").startswith("text/event-stream"):
+            body = error_body("The upstream server broke off.", kind="server_error", code="upstream_error")
+            # A blank line first: the last event may be incomplete.
+            await send({"type": "http.response.body", "body": b"\n\n" + event(body), "more_body": True})
+            return
+        # Half a body must not look whole: cut the connection instead of ending it.
+        abort = scope.get("workmem.abort")
+        if abort is not None:
+            abort()
+            await asyncio.sleep(0)
+        raise ClientGone from error
+
+    def _count(self, peek: UsagePeek, first: float | None) -> None:
+        metrics, now = self._metrics, time.monotonic()
+        reason = "stop" if self._answer.status == 200 else "error"
+        metrics.success.labels(reason).inc()
+        metrics.e2e.observe(now - self._arrived)
+        if first is not None:
+            metrics.ttft.observe(first - self._arrived)
+        usage = peek.usage()
+        if usage is None:
+            return
+        metrics.prompt_tokens.inc(usage.prompt_tokens)
+        metrics.generation_tokens.inc(usage.completion_tokens)
+        for source, tokens in usage.by_source.items():
+            metrics.by_source.labels(source).inc(tokens)
+        if first is not None and usage.completion_tokens > 1:
+            metrics.tpot.observe((now - first) / (usage.completion_tokens - 1))
+
+
+def build_upstream_app(upstream: UpstreamConfig, config: ServerConfig | None = None) -> Starlette:
+    """The front of the servers in `upstream.urls`."""
+    config = config or ServerConfig()
+    servers = [UpstreamServer(url) for url in upstream.urls]
+    metrics = Metrics(partial(_gauges, servers))
+    front = Upstream(upstream, config, servers, metrics)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncGenerator[None]:
+        del app
+        await front.open()
+        try:
+            yield
+        finally:
+            await front.close()
+
+    app = assemble(
+        [
+            ("/v1/models", "GET", _models),
+            ("/v1/models/{id:path}", "GET", _model),
+            ("/v1/{path:path}", "POST", _forward),
+            ("/v1/{path:path}", "GET", _forward),
+            ("/v1/{path:path}", "DELETE", _forward),
+        ],
+        config=config,
+        metrics=metrics,
+        health=_health,
+        lifespan=lifespan,
+    )
+    app.state.upstream = front
+    return app
+
+
+async def _forward(exchange: Exchange) -> Answer:
+    upstream: Upstream = state_of(exchange.request, "upstream")
+    return await upstream.forward(exchange)
+
+
+async def _models(exchange: Exchange) -> Answer:
+    upstream: Upstream = state_of(exchange.request, "upstream")
+    return json_response({"object": "list", "data": list((await upstream.models()).values())})
+
+
+async def _model(exchange: Exchange) -> Answer:
+    upstream: Upstream = state_of(exchange.request, "upstream")
+    models, name = await upstream.models(), exchange.request.path_params["id"]
+    if name not in models:
+        text = f"The model {name[:256]!r} does not exist here; served: {sorted(models)}."
+        raise Refusal(404, text, code="model_not_found")
+    return json_response(models[name])
+
+
+async def _health(exchange: Exchange) -> Answer:
+    upstream: Upstream = state_of(exchange.request, "upstream")
+    now = time.monotonic()
+    servers = [
+        {
+            "url": one.url,
+            "is_up": not one.is_down(now),
+            "running": one.in_flight,
+            "models": sorted(one.models),
+        }
+        for one in upstream.servers
+    ]
+    return json_response({"status": "ok", "servers": servers})
+
+
+def _gauges(servers: list[UpstreamServer]) -> dict[str, float]:
+    now = time.monotonic()
+    return {
+        "upstream_requests_running": float(sum(server.in_flight for server in servers)),
+        "upstream_servers_up": float(sum(not server.is_down(now) for server in servers)),
+    }
+
+
+def _object_in(body: bytes) -> dict[str, Any]:
+    """The body as an object if it is one: whether it must be is the upstream server's affair."""
+    try:
+        return decode_json(body)
+    except ClientError:
+        return {}
+
+
+def _read_key(path: str) -> str:
+    if not path:
+        return ""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"$.upstream.api_key_file: cannot read {path!r}: {error}") from error
+    if not lines:
+        raise ConfigError(f"$.upstream.api_key_file: {path!r} is empty.")
+    return lines[0]

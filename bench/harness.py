@@ -1,0 +1,188 @@
+"""What every benchmark here shares: the machine it ran on, statistics, and a run that can be resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import time
+from collections.abc import Iterable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+_PACKAGES = ("workmem", "torch", "transformers", "numpy", "xxhash", "starlette", "uvicorn", "aiohttp")
+_FLAGS = (
+    "avx2",
+    "fma",
+    "avx512f",
+    "avx512_bf16",
+    "avx512_vnni",
+    "amx_bf16",
+    "amx_tile",
+    "asimd",
+    "bf16",
+    "sve",
+)
+
+
+def environment() -> dict[str, Any]:
+    """Machine, versions and commit: what a reader needs to believe or repeat a number."""
+    cpu = _cpu_info()
+    flags = set(cpu.get("flags", cpu.get("Features", "")).split())
+    return {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "cpu": cpu.get("model name", platform.processor()),
+        "cpu_flags": [flag for flag in _FLAGS if flag in flags],
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "load_1m": os.getloadavg()[0],
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {name: version for name in _PACKAGES if (version := _version(name))},
+        "commit": _git("rev-parse", "--short", "HEAD"),
+        "tree_is_clean": _git("status", "--porcelain", "--untracked-files=no") == "",
+    }
+
+
+def _cpu_info() -> dict[str, str]:
+    fields: dict[str, str] = {}
+    for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines():
+        name, _, value = line.partition(":")
+        fields[name.strip()] = value.strip()
+    return fields
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git(*arguments: str) -> str | None:
+    done = subprocess.run(
+        ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def spread(values: Sequence[float]) -> dict[str, float | int]:
+    """Median and spread of repeated measurements."""
+    ordered = sorted(values)
+    return {
+        "median": statistics.median(ordered),
+        "min": ordered[0],
+        "max": ordered[-1],
+        "n": len(ordered),
+    }
+
+
+def in_turns(names: Sequence[str], round_number: int) -> list[str]:
+    """Order of the systems in a round: reversed in every second one, so that no side always goes first."""
+    return list(names) if round_number % 2 == 0 else list(reversed(names))
+
+
+class Journal:
+    """Measurements on disk as they are made. A run with the same configuration picks up where it stopped."""
+
+    def __init__(self, path: Path, config: dict[str, Any]) -> None:
+        self._path = path
+        self._config = json.loads(json.dumps(config))
+        self.done: dict[str, dict[str, Any]] = {}
+        if path.exists():
+            head, *lines = path.read_text().splitlines() or ["{}"]
+            if json.loads(head).get("config") == self._config:
+                self.done = {entry["unit"]: entry for entry in map(_parsed, lines) if entry is not None}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        body = [{"config": self._config}, *self.done.values()]
+        path.write_text("".join(json.dumps(entry) + "\n" for entry in body))
+
+    def record(self, unit: str, **fields: Any) -> dict[str, Any]:
+        """Keep one measurement (or the reason why there is none)."""
+        entry = {"unit": unit, "load_1m": os.getloadavg()[0], **fields}
+        self.done[unit] = entry
+        with self._path.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+        return entry
+
+    def close(self) -> None:
+        """Forget the journal: the result file has everything."""
+        self._path.unlink(missing_ok=True)
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    """One entry; None for a line that a killed run left half written."""
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError:
+        return None
+
+
+class Budget:
+    """Wall time left. Bounds the run, and says in words why something was left out."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._start = time.monotonic()
+
+    @property
+    def left_s(self) -> float:
+        """Seconds left, never negative."""
+        return max(0.0, self.seconds - (time.monotonic() - self._start))
+
+
+def write_result(path: Path, body: dict[str, Any]) -> None:
+    """Write a result file, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".tmp")
+    partial.write_text(json.dumps(body, indent=1, sort_keys=False) + "\n")
+    partial.replace(path)
+
+
+class Texts:
+    """Natural text as token ids: the demo's conversations, and any folder of texts beside them."""
+
+    def __init__(self, model: Path, folder: Path | None, seed: int) -> None:
+        from tokenizers import Tokenizer  # noqa: PLC0415 - only the controller has it
+
+        tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        pieces = [*_demo_texts(), *(_folder_texts(folder) if folder else ())]
+        self._random = random.Random(seed)
+        self._random.shuffle(pieces)
+        self._ids = [
+            token for piece in pieces for token in tokenizer.encode(piece, add_special_tokens=False).ids
+        ]
+
+    def prompt(self, tokens: int) -> list[int]:
+        """`tokens` ids cut out at a random place; no two share a prefix."""
+        start = self._random.randrange(len(self._ids))
+        ids = self._ids[start : start + tokens]
+        while len(ids) < tokens:
+            ids += self._ids[: tokens - len(ids)]
+        # A random first token forks the prefix even where two cuts coincide.
+        return [self._random.choice(self._ids), *ids[1:]]
+
+
+def _demo_texts() -> list[str]:
+    from workmem.demo.runs import airline_runs  # noqa: PLC0415 - only the controller has it
+
+    runs = airline_runs()
+    policy = [str(runs[0].messages[0]["content"])]
+    return policy + ["\n".join(str(message["content"]) for message in run.messages[1:]) for run in runs]
+
+
+def _folder_texts(folder: Path, bytes_max: int = 4_000_000) -> Iterable[str]:
+    import gzip  # noqa: PLC0415
+
+    left = bytes_max
+    for path in sorted(folder.rglob("*")):
+        if left <= 0 or not path.is_file() or path.suffix not in {".gz", ".jsonl", ".json", ".txt", ".md"}:
+            continue
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        yield data[: min(left, 400_000)].decode(errors="ignore")
+        left -= min(len(data), 400_000)

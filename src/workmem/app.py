@@ -1,0 +1,108 @@
+"""Composition root: from settings to a wired server, and back down in reverse order."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from starlette.applications import Starlette
+
+from workmem.config import Config
+from workmem.core.events import EventSink
+from workmem.core.units import format_bytes, parse_bytes
+from workmem.engines.embedded.prepare import prepare
+from workmem.gateway.app import build_app
+from workmem.gateway.metrics import Metrics
+from workmem.gateway.upstream import build_upstream_app
+from workmem.index.history import PromptHistory
+from workmem.store.store import Store
+
+if TYPE_CHECKING:
+    from workmem.engines.embedded.engine import EmbeddedEngine
+
+
+class Progress(Protocol):
+    """Hears of each step of a start. A step lasts from the end of the one before."""
+
+    def begin(self, step: str) -> None:
+        """Hear what is being done."""
+        ...
+
+    def end(self, result: str) -> None:
+        """Hear how the step ended."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Hear something a person may want to know."""
+        ...
+
+
+@contextmanager
+def open_app(config: Config, *, cache_dir: Path, progress: Progress) -> Generator[Starlette]:
+    """Start what `config` asks for and yield the application; stop it all, last started first, at the end.
+
+    Blocks for seconds. Raises ConfigError where a setting cannot be met; what was started by then is
+    stopped. With `upstream.urls` neither an engine nor a store is started, and torch is not loaded.
+    """
+    if config.upstream.urls:
+        yield build_upstream_app(config.upstream, config.server)
+        return
+    gauges = _Gauges()
+    metrics = Metrics(gauges)
+    with ExitStack() as stack:
+        # Found first: a wrong name is then told before memory is taken for it.
+        progress.begin("looking for the model")
+        folder = prepare(config.engine.model, cache_dir, progress.begin)
+        store = _open_store(config, metrics.events, progress)
+        stack.callback(store.close)
+        gauges.sources.append(store)
+        engine = _open_engine(config, store, metrics.events, folder, cache_dir, progress)
+        # The server closes the engine on its event loop as it stops; this is for a start that fails.
+        stack.callback(engine.stop)
+        gauges.sources.append(engine)
+        history = PromptHistory(prompts_max=config.server.explain_prompts_max)
+        yield build_app(engine, config.server, history=history, metrics=metrics)
+
+
+def _open_store(config: Config, sink: EventSink, progress: Progress) -> Store:
+    progress.begin("opening the store")
+    store = Store(config.store, sink)
+    size = format_bytes(parse_bytes(config.store.dram.bytes))
+    tiers = f"dram {size}"
+    if config.store.ssd.enabled:
+        blocks = int(store.gauges()["store_ssd_pages"])
+        tiers += f", ssd {config.store.ssd.path} with {blocks} blocks from before"
+    progress.end(f"store opened: {tiers}")
+    return store
+
+
+def _open_engine(
+    config: Config, store: Store, sink: EventSink, folder: Path, cache_dir: Path, progress: Progress
+) -> EmbeddedEngine:
+    progress.begin("loading torch")
+    # Here and not above: torch takes seconds to load, and upstream mode runs without it.
+    from workmem.engines.embedded.engine import EmbeddedEngine  # noqa: PLC0415
+
+    progress.begin(f"loading {folder.name}")
+    engine = EmbeddedEngine.open(config.engine, store, folder=folder, cache_dir=cache_dir, sink=sink)
+    info = engine.info
+    progress.end(f"model loaded: {info.name}, {info.dtype}, context of {info.max_context} tokens")
+    for note in engine.notes:
+        progress.note(note)
+    return engine
+
+
+class _Reads(Protocol):
+    def gauges(self) -> dict[str, float]: ...
+
+
+class _Gauges:
+    """The current readings of all parts as one; parts join as they start."""
+
+    def __init__(self) -> None:
+        self.sources: list[_Reads] = []
+
+    def __call__(self) -> dict[str, float]:
+        return {name: value for source in self.sources for name, value in source.gauges().items()}

@@ -1,0 +1,120 @@
+"""`workmem explain`: where a request's prompt came from, asked of a running server."""
+
+from __future__ import annotations
+
+import sys
+import urllib.error
+import urllib.parse
+import urllib.request
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from cyclopts import Parameter
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from workmem.core.errors import ClientError, ConfigError, TransferError
+
+TIMEOUT_S = 10.0
+_COLOURS = {"vram": "green", "dram": "green", "ssd": "cyan", "remote": "cyan", "computed": "yellow"}
+
+
+def explain(
+    request_id: str = "",
+    /,
+    *,
+    last: Annotated[bool, Parameter(negative=())] = False,
+    url: str = "http://127.0.0.1:8000",
+    key_file: Path | None = None,
+) -> None:
+    """Show each span of a request's prompt: where its tokens were found, or why they were computed.
+
+    Parameters
+    ----------
+    request_id
+        The id in the answer's body (`chatcmpl-...`), or the one in its `x-request-id` header.
+    last
+        Explain the latest request instead of a named one.
+    url
+        The server to ask.
+    key_file
+        File whose first line is the API key, where the server asks for one.
+    """
+    if bool(request_id) == last:
+        raise ConfigError("name a request by its id, or ask for --last")
+    server = _Server(url.rstrip("/").removesuffix("/v1"), key_file)
+    if last:
+        latest = server.get("/debug/requests?n=1")["data"]
+        if not latest:
+            raise ClientError(f"{url} has served no request yet")
+        request_id = latest[0]["id"]
+    found = server.get(f"/debug/requests/{urllib.parse.quote(request_id, safe='')}")
+    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    for explanation in found.get("data", [found]):
+        _show(console, explanation)
+
+
+class _Server:
+    def __init__(self, base: str, key_file: Path | None) -> None:
+        if not base.startswith(("http://", "https://")):
+            raise ClientError(f"--url must start with http:// or https://, got {base!r}")
+        self._base = base
+        self._headers: dict[str, str] = {}
+        if key_file is not None:
+            try:
+                key = key_file.read_text(encoding="utf-8").split("\n", 1)[0].strip()
+            except OSError as error:
+                raise ClientError(f"--key-file {key_file} cannot be read: {error.strerror}") from error
+            self._headers["Authorization"] = f"Bearer {key}"
+
+    def get(self, path: str) -> dict[str, Any]:
+        request = urllib.request.Request(self._base + path, headers=self._headers)  # noqa: S310  scheme is checked above
+        try:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:  # noqa: S310
+                return msgspec.json.decode(response.read(), type=dict[str, Any])
+        except urllib.error.HTTPError as error:
+            raise ClientError(f"{self._base} answered {error.code}: {_message(error.read())}") from error
+        except (urllib.error.URLError, OSError) as error:
+            reason = getattr(error, "reason", error)
+            raise TransferError(
+                f"no answer from {self._base} ({reason}); is `workmem serve` running there?"
+            ) from error
+        except msgspec.DecodeError as error:
+            raise TransferError(f"{self._base} answers, but not as workmem does; check --url") from error
+
+
+def _message(body: bytes) -> str:
+    try:
+        return str(msgspec.json.decode(body)["error"]["message"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return body[:200].decode(errors="replace")
+
+
+def _show(console: Console, explanation: dict[str, Any]) -> None:
+    prompt, cached = explanation["prompt_tokens"], explanation["cached_tokens"]
+    share = f"{cached / prompt:.0%}" if prompt else "-"
+    state = "" if explanation["finished"] else ", still running or ended early"
+    console.print(
+        f"[bold]{escape(explanation['request_id'])}[/]: {prompt} prompt tokens, {cached} reused ({share}){state}"
+    )
+    table = Table("span", "tokens", "from", "count", "why", box=None, pad_edge=False)
+    for column in (1, 3):
+        table.columns[column].justify = "right"
+    for span in explanation["spans"]:
+        label, place = escape(span["path"]), f"{span['start']}-{span['end']}"
+        for part in span["parts"]:
+            source = part["source"]
+            colour = _COLOURS.get(source, "default")
+            why = part.get("reason") or ""
+            table.add_row(label, place, f"[{colour}]{escape(source)}[/]", str(part["tokens"]), why)
+            label = place = ""
+    console.print(table)
+    difference = explanation.get("difference")
+    if difference:
+        console.print(
+            f"first difference from {escape(explanation['compared_with'])} at token {difference['token']}: "
+            f"{escape(difference['reason'])}",
+            soft_wrap=True,
+        )

@@ -1,0 +1,85 @@
+"""`workmem serve`: start everything, saying each step, and serve until told to stop."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from contextlib import suppress
+
+from rich.console import Console
+from rich.markup import escape
+from rich.status import Status
+
+from workmem import __version__
+from workmem.app import open_app
+from workmem.cli.options import ConfigFile, Settings
+from workmem.config import cache_dir, load
+from workmem.gateway.serve import listen
+from workmem.gateway.serve import serve as serve_http
+
+
+def serve(*, config: ConfigFile = None, sets: Settings = ()) -> None:
+    """Serve an OpenAI-compatible endpoint in front of the embedded engine, or of other servers.
+
+    Stops on Ctrl-C or SIGTERM: running requests get `server.shutdown_s` to finish, then what was
+    computed is brought to the ssd.
+    """
+    started = time.monotonic()
+    settings = load(config, sets=sets).config
+    console = Console(stderr=True, highlight=False)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    # A port that is taken is better told now than after the model has been loaded.
+    listen(settings.server).close()
+    console.print(f"workmem {__version__}")
+    steps = _Steps(console)
+
+    def listening(url: str) -> None:
+        seconds = time.monotonic() - started
+        console.print(
+            f"  listening on {url}/v1 after {seconds:.1f} s; Ctrl-C stops", style="bold", soft_wrap=True
+        )
+
+    # By default SIGTERM ends a process where it stands, and what waits for the ssd would be lost.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with steps, open_app(settings, cache_dir=cache_dir(), progress=steps) as app:
+        # The server raises again what stopped it; being told to stop is how it is meant to end.
+        with suppress(KeyboardInterrupt):
+            serve_http(app, settings.server, listening)
+        steps.begin("bringing what was computed to the ssd")
+    console.print("  stopped")
+
+
+class _Steps:
+    """Says what is going on, and how long each step took."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._status: Status | None = None
+        self._began = time.monotonic()
+
+    def begin(self, step: str) -> None:
+        self._halt()
+        self._status = self._console.status(escape(step))
+        self._status.start()
+
+    def end(self, result: str) -> None:
+        self._halt()
+        now = time.monotonic()
+        self._console.print(f"  {escape(result)} ({now - self._began:.1f} s)", soft_wrap=True)
+        self._began = now
+
+    def note(self, text: str) -> None:
+        self._halt()
+        self._console.print(f"  {escape(text)}", soft_wrap=True, style="dim")
+
+    def _halt(self) -> None:
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *failure: object) -> None:
+        self._halt()

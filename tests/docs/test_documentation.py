@@ -1,0 +1,115 @@
+"""What README and docs say is tried: Python runs, commands parse, settings exist, links resolve."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from workmem.cli.commands import app
+from workmem.config import load
+
+ROOT = Path(__file__).parents[2]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^```(?P<info>[^\n]*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+class Block(NamedTuple):
+    page: str
+    line: int
+    info: str
+    body: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def blocks() -> list[Block]:
+    found = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for match in FENCE.finditer(text):
+            line = text.count("\n", 0, match.start()) + 1
+            found.append(Block(page.relative_to(ROOT).as_posix(), line, match["info"], match["body"]))
+    return found
+
+
+def of(language: str) -> list[Block]:
+    return [block for block in blocks() if block.info.split(" ")[0] == language]
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    found = []
+    for block in [*of("console"), *of("bash")]:
+        joined = block.body.replace("\\\n", " ")
+        for line in joined.splitlines():
+            words = shlex.split(line.removeprefix("$ "), comments=True)
+            if words[:1] == ["workmem"]:
+                found.append((f"{block}: {line}", words[1:]))
+    return found
+
+
+@pytest.mark.parametrize("block", [b for b in of("python") if "no-run" not in b.info], ids=str)
+def test_python_runs(block, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", block.body],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("block", of("python"), ids=str)
+def test_python_compiles_and_says_why_it_does_not_run(block):
+    compile(block.body, str(block), "exec")
+    assert block.info == "python" or re.fullmatch(r"python no-run: \S.*", block.info)
+
+
+@pytest.mark.parametrize(
+    ("where", "words"), commands(), ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_commands_parse(where, words):
+    command, bound, _ = app.parse_args(words, print_error=False, exit_on_error=False)
+    assert callable(command), where
+    load(environ={}, sets=bound.arguments.get("sets", ()))
+
+
+@pytest.mark.parametrize("block", of("toml"), ids=str)
+def test_settings_are_accepted(block, tmp_path):
+    file = tmp_path / "workmem.toml"
+    file.write_text(block.body)
+    assert load(file, environ={}).origins
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_resolve(page):
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    targets = re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", text)
+    local = [target.partition("#")[0] for target in targets if not re.match(r"https?://|#|mailto:", target)]
+    assert [target for target in local if not (page.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_make_targets_exist(page):
+    targets = set(
+        re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    )
+    code = [*re.findall(r"`make ([a-z-]+)", page.read_text(encoding="utf-8"))]
+    code += re.findall(r"^\$? ?make ([a-z-]+)", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(code) <= targets
+
+
+def test_environment_names_exist():
+    for page in PAGES:
+        for name in re.findall(r"\bWORKMEM__[A-Z_]+[A-Z]\b", page.read_text(encoding="utf-8")):
+            section, _, key = name.removeprefix("WORKMEM__").lower().partition("__")
+            if key != "key":
+                tree = getattr(load(environ={}).config, section)
+                for part in key.split("__"):
+                    tree = getattr(tree, part)

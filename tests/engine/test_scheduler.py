@@ -174,7 +174,9 @@ def test_a_shared_prefix_is_computed_once_even_when_all_arrive_together() -> Non
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(
-        st.tuples(st.integers(1, 20), st.integers(1, 12), st.integers(0, 2), st.integers(0, 3), st.booleans()),
+        st.tuples(
+            st.integers(1, 20), st.integers(1, 12), st.integers(0, 2), st.integers(0, 3), st.booleans()
+        ),
         min_size=1,
         max_size=12,
     )

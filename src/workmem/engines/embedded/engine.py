@@ -79,7 +79,7 @@ class EmbeddedEngine:
         self._pages = KVPages(layout, blocks, str(loaded.device))
         self._loader = PageLoader(self._pages, self._wake)
         self._runner = self._make_runner(cache_dir)
-        self._output = OutputWriter(tokenizer, sink, clock)
+        self._output = OutputWriter(tokenizer, loaded.vocabulary, sink, clock)
         self._limits = Limits.of(config, loaded, block_count=blocks, store=store)
         max_context = self._limits.max_context
         self.info = ModelInfo(
@@ -156,7 +156,9 @@ class EmbeddedEngine:
             )
         grammar = None
         if request.sampling.json_schema is not None:
-            grammar = await asyncio.to_thread(Grammar.compile, request.sampling.json_schema, self._tokenizer)
+            grammar = await asyncio.to_thread(
+                Grammar.compile, request.sampling.json_schema, self._tokenizer, vocabulary=self._loaded.vocabulary
+            )
         loop = asyncio.get_running_loop()
         deltas: asyncio.Queue[Delta | BaseException] = asyncio.Queue()
 
@@ -259,6 +261,7 @@ class EmbeddedEngine:
         for seq in [*self._scheduler.running, *self._scheduler.waiting]:
             self._end(seq, EngineError("the server is shutting down"))
 
+    @torch.inference_mode()
     def _step(self) -> bool:
         work = self._scheduler.plan(self._clock.monotonic())
         for seq, error in self._scheduler.failed:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Runner(Protocol):
-    """Computes a step. Implemented by `PackedRunner` and `tiles.TileRunner`."""
+    """Computes a step, inside `torch.inference_mode`. Implemented by `PackedRunner` and `tiles.TileRunner`."""
 
     def run(self, work: list[Work]) -> torch.Tensor:
         """Logits, fp32 [number of sampling items, vocabulary], in the order of `work`."""
@@ -38,7 +38,6 @@ class PackedRunner:
         self._kernel = kernel if usable else None
         self._device = device
 
-    @torch.inference_mode()
     def run(self, work: list[Work]) -> torch.Tensor:
         """See `Runner.run`."""
         step, tokens, positions = self._lay_out(work)

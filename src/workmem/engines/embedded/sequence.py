@@ -11,8 +11,8 @@ from workmem.core.keys import BlockKey, block_key
 from workmem.core.outcomes import MissReason, SourceRun
 
 if TYPE_CHECKING:
-    from workmem.engines.embedded.detokenize import StreamDecoder
-    from workmem.engines.embedded.grammar import GrammarState
+    from workmem.engines.embedded.detokenize import OutputText
+    from workmem.engines.embedded.grammar import Grammar
     from workmem.engines.embedded.loading import LoadGate
     from workmem.engines.embedded.sampling import SamplerState
     from workmem.store.contract import Lease
@@ -76,8 +76,8 @@ class Sequence:
 
         self.sources: tuple[SourceRun, ...] = ()
         self.sampler: SamplerState
-        self.decoder: StreamDecoder
-        self.grammar: GrammarState | None = None
+        self.text: OutputText
+        self.grammar: Grammar | None = None
         self.eos_ids: frozenset[int] = frozenset()
         self.cancelled = False
         self.bypassed = 0

@@ -111,7 +111,6 @@ class TileRunner:
         self._model = model
         self._pages = pages
 
-    @torch.inference_mode()
     def run(self, work: list[Work]) -> torch.Tensor:
         """See `runner.Runner.run`."""
         logits: list[torch.Tensor] = []

@@ -1,0 +1,83 @@
+"""`workmem explain` against a real server of a scripted engine."""
+
+import json
+import urllib.request
+
+import pytest
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from workmem.cli.main import main
+from workmem.gateway.app import build_app
+from workmem.gateway.config import ServerConfig
+from workmem.testing.fake_engine import FakeEngine
+from workmem.testing.server import running
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running(build_app(FakeEngine(), ServerConfig())) as url:
+        yield url
+
+
+def ask(url: str, text: str) -> str:
+    body = {"model": "fake-model", "messages": [{"role": "user", "content": text}]}
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=10) as response:
+        return json.load(response)["id"]
+
+
+def test_each_span_is_accounted_for(server, capsys):
+    shared = "A long story about a fox and a goose that everybody knows by heart. "
+    ask(server, shared + "What did the fox say?")
+    request_id = ask(server, shared + "What did the goose say?")
+    assert main(["explain", request_id, "--url", server]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(request_id)
+    assert "messages[0].content" in out
+    assert "vram" in out
+    assert "computed" in out
+    assert "differs from its token" in out
+    assert main(["explain", "--last", "--url", f"{server}/v1"]) == 0
+    assert capsys.readouterr().out == out
+
+
+def test_an_id_nobody_knows_is_said(server, capsys):
+    assert main(["explain", "nosuch", "--url", server]) == 1
+    assert "No request 'nosuch' is remembered" in capsys.readouterr().err
+
+
+def test_a_server_without_requests_has_no_last_one(capsys):
+    with running(build_app(FakeEngine(), ServerConfig())) as url:
+        assert main(["explain", "--last", "--url", url]) == 1
+    assert "has served no request yet" in capsys.readouterr().err
+
+
+def test_a_key_is_sent_where_one_is_asked_for(tmp_path, capsys):
+    keys = tmp_path / "keys"
+    keys.write_text("secret-of-acme:acme\n")
+    with running(build_app(FakeEngine(), ServerConfig(api_key_file=str(keys)))) as url:
+        assert main(["explain", "--last", "--url", url]) == 1
+        assert "401" in capsys.readouterr().err
+        mine = tmp_path / "key"
+        mine.write_text("secret-of-acme\n")
+        assert main(["explain", "--last", "--url", url, "--key-file", str(mine)]) == 1
+        assert "has served no request yet" in capsys.readouterr().err
+    assert main(["explain", "--last", "--url", url, "--key-file", str(tmp_path / "absent")]) == 1
+    assert "cannot be read" in capsys.readouterr().err
+
+
+def test_nobody_there_is_one_line(capsys):
+    assert main(["explain", "--last", "--url", "http://127.0.0.1:9"]) == 1
+    assert "is `workmem serve` running there?" in capsys.readouterr().err
+    assert main(["explain", "--last", "--url", "file:///etc/passwd"]) == 1
+    assert "http://" in capsys.readouterr().err
+
+
+def test_another_kind_of_server_is_told_apart(capsys):
+    with running(Starlette(routes=[Route("/debug/requests", lambda _: PlainTextResponse("hello"))])) as url:
+        assert main(["explain", "--last", "--url", url]) == 1
+    assert "not as workmem does" in capsys.readouterr().err

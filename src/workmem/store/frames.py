@@ -60,7 +60,7 @@ class Frame(Generic[T]):
 class Slab(Generic[T]):
     """A run of arena slabs that serves frames of one size."""
 
-    __slots__ = ("first", "frames", "free", "span")
+    __slots__ = ("first", "frames", "free", "is_closing", "span")
 
     def __init__(self, first: int, span: int, slab_bytes: int, frame_bytes: int) -> None:
         self.first = first
@@ -71,6 +71,8 @@ class Slab(Generic[T]):
         ]
         # Popped from the end: low addresses first, so that neighbours in a prefix are neighbours in memory.
         self.free = self.frames[::-1]
+        self.is_closing = False
+        """Its pages are being moved out: it takes no new ones."""
 
     @property
     def used(self) -> int:
@@ -85,7 +87,8 @@ class FrameTable(Generic[T]):
         self.slab_bytes = _slab_bytes(capacity_bytes)
         self.slab_count = capacity_bytes // self.slab_bytes
         self.capacity_bytes = capacity_bytes
-        self._vacant = [True] * self.slab_count
+        self._map: list[Slab[T] | None] = [None] * self.slab_count
+        """Who has each slab of the arena."""
         self._slabs: dict[int, dict[int, Slab[T]]] = {}
         self.ledger: dict[FrameState, int] = dict.fromkeys(FrameState, 0)
         self.ledger[FrameState.FREE] = capacity_bytes
@@ -135,15 +138,28 @@ class FrameTable(Generic[T]):
         if slab.used == 0:
             del self._slabs[frame.size][slab.first]
             for index in range(slab.first, slab.first + slab.span):
-                self._vacant[index] = True
+                self._map[index] = None
 
-    def slabs_of_size(self, frame_bytes: int) -> list[Slab[T]]:
-        """Slabs that serve frames of this size now."""
-        return list(self._slabs.get(frame_bytes, {}).values())
+    def cheapest_window(self, frame_bytes: int) -> list[Slab[T]] | None:
+        """The slabs to empty so that a frame of this size fits, those with the fewest bytes to move.
 
-    def sizes(self) -> list[int]:
-        """Frame sizes in use now."""
-        return [size for size, slabs in self._slabs.items() if slabs]
+        Only slabs whose pages can all move: unheld, resident, and with free frames of their size
+        elsewhere. None when there is no such run yet.
+        """
+        span = self._span(frame_bytes)
+        loose = sum(len(slab.free) * size for size, slabs in self._slabs.items() for slab in slabs.values())
+        if loose < span * self.slab_bytes:
+            return None
+        best: list[Slab[T]] | None = None
+        best_bytes = self.capacity_bytes + 1
+        for first in range(self.slab_count - span + 1):
+            window = list(
+                {slab.first: slab for slab in self._map[first : first + span] if slab is not None}.values()
+            )
+            cost = sum(slab.used * slab.frames[0].size for slab in window)
+            if cost < best_bytes and self._can_empty(window, frame_bytes):
+                best, best_bytes = window, cost
+        return best
 
     def audit(self) -> None:
         """Recount every frame. Raises InvariantError unless the ledger is exact to the byte."""
@@ -161,6 +177,25 @@ class FrameTable(Generic[T]):
                 f"ledger {self.ledger} with {self.in_use} frames, counted {count} with {in_use}"
             )
 
+    def _can_empty(self, window: list[Slab[T]], frame_bytes: int) -> bool:
+        need: dict[int, int] = {}
+        for slab in window:
+            size = slab.frames[0].size
+            if size == frame_bytes:
+                return False
+            for frame in slab.frames:
+                if frame.state is FrameState.FREE:
+                    continue
+                if frame.pins or frame.state is not FrameState.RESIDENT:
+                    return False
+            need[size] = need.get(size, 0) + slab.used
+        inside = {slab.first for slab in window}
+        for size, count in need.items():
+            outside = (slab for slab in self._slabs[size].values() if slab.first not in inside)
+            if sum(len(slab.free) for slab in outside) < count:
+                return False
+        return True
+
     def _span(self, frame_bytes: int) -> int:
         return -(-frame_bytes // self.slab_bytes)
 
@@ -168,21 +203,21 @@ class FrameTable(Generic[T]):
         slabs = self._slabs.setdefault(frame_bytes, {})
         # The newest slab is the likely one to have room; older ones fill up behind it.
         for slab in reversed(slabs.values()):
-            if slab.free:
+            if slab.free and not slab.is_closing:
                 return slab
         first = self._vacant_run(self._span(frame_bytes))
         if first is None:
             return None
         slab = Slab[T](first, self._span(frame_bytes), self.slab_bytes, frame_bytes)
         for index in range(first, first + slab.span):
-            self._vacant[index] = False
+            self._map[index] = slab
         slabs[first] = slab
         return slab
 
     def _vacant_run(self, span: int) -> int | None:
         run = 0
-        for index, vacant in enumerate(self._vacant):
-            run = run + 1 if vacant else 0
+        for index, slab in enumerate(self._map):
+            run = run + 1 if slab is None else 0
             if run == span:
                 return index - span + 1
         return None

@@ -117,9 +117,8 @@ class Pool:
                 frame = self._reserve(space.frame_bytes)
                 if frame is not None:
                     break
-                self._expire()
                 left = until - self.clock.monotonic()
-                if left <= 0 or not self.unwritten:
+                if left <= 0 or not (self.unwritten or self.writes_in_flight):
                     self.counts["saves_dropped"] += 1
                     detail = f"a page of {space.frame_bytes} bytes found every frame held"
                     self.outbox.tell(
@@ -321,11 +320,45 @@ class Pool:
         frame = self.frames.reserve(size)
         while frame is None:
             node = self.order.pick(self._is_held)
+            if node is None and self._expire():
+                continue
             if node is None:
                 return None
+            other_size = node.size != size
             self._evict(node.item)
+            if other_size:
+                self._close_ranks(size)
             frame = self.frames.reserve(size)
         return frame
+
+    def _close_ranks(self, size: int) -> None:
+        """Move pages of other sizes together once that empties room for a frame of `size`.
+
+        Without it a new layout could only get a slab by evicting whatever else lies there. The copy
+        is at most a slab, in memory, of pages nobody holds; so it is done under the lock.
+        """
+        window = self.frames.cheapest_window(size)
+        if window is None:
+            return
+        for slab in window:
+            slab.is_closing = True
+        for slab in window:
+            for old in slab.frames:
+                if old.state is not FrameState.FREE:
+                    self._move_page(old)
+
+    def _move_page(self, old: Frame[Record]) -> None:
+        record, new = old.owner, self.frames.reserve(old.size)
+        assert record is not None
+        assert new is not None
+        self.frames.move(new, FrameState.FILLING)
+        self.arena.writable(new.offset, new.size)[:] = self.arena.readable(old.offset, old.size)
+        self.frames.move(new, FrameState.RESIDENT)
+        new.owner = record
+        record.frame = new
+        self.frames.move(old, FrameState.EVICTING)
+        self.frames.free(old)
+        self.counts["dram_moved_bytes"] += old.size
 
     def _is_held(self, record: Record) -> bool:
         assert record.frame is not None
@@ -539,7 +572,9 @@ class Pool:
             self.outbox.call(lease.callbacks)
         lease.callbacks = []
 
-    def _expire(self) -> None:
+    def _expire(self) -> int:
+        """End leases past their deadline; returns how many."""
+        ended = 0
         now = self.clock.monotonic()
         deadlines = self._deadlines
         while deadlines and (deadlines[0][0] <= now or deadlines[0][2].ended):
@@ -550,6 +585,8 @@ class Pool:
             detail = f"owner {lease.owner!r} held {len(lease.frames)} pages past the deadline"
             self.outbox.tell(BoundReached(name="store.lease.ttl", limit=0, detail=detail))
             self._end(lease, "expired")
+            ended += 1
+        return ended
 
 
 def _no_extent(record: Record) -> None:

@@ -9,10 +9,10 @@ from typing import Self
 
 from workmem.core.clock import Clock, SystemClock
 from workmem.core.errors import InvariantError
-from workmem.core.events import EventSink, discard
+from workmem.core.events import EventSink, TierStateChanged, discard
 from workmem.core.keys import KEY_BYTES, BlockKey
 from workmem.core.layout import Namespace
-from workmem.core.outcomes import Lookup, MissReason
+from workmem.core.outcomes import Lookup, MissReason, TierName
 from workmem.core.units import parse_bytes
 from workmem.store.arena import Arena
 from workmem.store.breaker import Breaker
@@ -193,13 +193,19 @@ class Store:
         with self._pool.outbox:
             self._pool.audit()
 
-    def _open_ssd(self, device: BlockDevice, sink: EventSink, capacity_bytes: int) -> SsdTier:
+    def _open_ssd(self, device: BlockDevice, sink: EventSink, capacity_bytes: int) -> SsdTier | None:
         folder = StoreFolder(self._config.ssd.path)
         try:
             tier = SsdTier(folder, self._pool, device, sink, capacity_bytes)
             if self._config.ssd.io == "buffered":
                 tier.use_buffered()
             tier.open()
+        except OSError as error:
+            # The disk, not the setting: what can be served without it is served.
+            folder.close()
+            reason = f"cannot be opened ({error}); dram serves alone until the next start"
+            sink(TierStateChanged(tier=TierName.SSD, state="error", reason=reason))
+            return None
         except BaseException:
             folder.close()
             raise
@@ -214,6 +220,7 @@ _COUNTERS = (
     "leases_expired",
     "leases_refused",
     "dram_evictions",
+    "dram_moved_bytes",
     "ssd_evictions",
     "quarantines",
     "promoted",

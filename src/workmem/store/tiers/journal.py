@@ -132,9 +132,9 @@ class Journal:
         return self._end
 
     def open(self) -> list[Entry]:
-        """Open or create, and replay. Raises IntegrityError when the file is no journal of this store."""
+        """Open and replay; a file that is not there is left to `rewrite`. Raises IntegrityError when the file is no journal of this store."""
         if not self._path.exists():
-            self.rewrite([])
+            self.is_broken = True
             return []
         self._file = self._device.open(self._path, Access.UPDATE, direct=False)
         raw = bytearray(self._file.size())

@@ -81,13 +81,15 @@ class SsdTier:
         except IntegrityError as error:
             log.warning("ssd tier starts empty: %s", error)
             self._sink(BoundReached(name="store.ssd.journal", limit=0, detail=str(error)))
-            self._journal.rewrite([])
+            self._journal.is_broken = True
             entries = []
         if self._journal.torn_bytes:
             detail = f"{self._journal.torn_bytes} bytes behind the last whole batch were cut off"
             self._sink(BoundReached(name="store.ssd.journal_tail", limit=0, detail=detail))
         self._open_segments()
         self._replay(entries)
+        if self._journal.is_broken:
+            self._try_rewrite()
         for segment in list(self.index.segments.values()):
             if not segment.records:
                 self._remove(segment)
@@ -135,7 +137,15 @@ class SsdTier:
         self.index.take_deletes()
         if dropped or len(self._announced) != len(spaces):
             self._pool.count("journal_records_dropped", dropped)
+            self._try_rewrite()
+
+    def _try_rewrite(self) -> None:
+        """A failure is not the end: the writer rewrites a broken journal before it adds anything."""
+        try:
             self._announce_all()
+        except OSError as error:
+            self._journal.is_broken = True
+            log.warning("the journal could not be rewritten yet: %s", error)
 
     def _space_of(self, entry: NamespaceEntry) -> Space | None:
         try:
@@ -358,7 +368,11 @@ class SsdTier:
 
     def _remove(self, segment: Segment) -> None:
         self.index.drop_segment(segment)
-        self._device.unlink(segment.path)
+        try:
+            self._device.unlink(segment.path)
+        except OSError as error:
+            # Nothing refers to it any more; the next start removes it.
+            log.warning("segment %d could not be removed: %s", segment.number, error)
 
 
 def verify(record: Record, extent: Extent, head: memoryview, payload: memoryview) -> PageHeader:

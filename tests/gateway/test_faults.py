@@ -1,14 +1,18 @@
 """What goes wrong between a client and us: each gets its own answer, and nothing is left running."""
 
 import json
+import signal
 import socket
+import subprocess
+import sys
 import time
 
 import pytest
 
-from workmem.core.errors import EngineError, QueueFull
+from workmem.core.errors import ConfigError, EngineError, QueueFull
 from workmem.gateway.app import build_app
 from workmem.gateway.config import ServerConfig
+from workmem.gateway.serve import listen
 from workmem.testing.fake_engine import FakeEngine
 from workmem.testing.server import running
 
@@ -185,19 +189,31 @@ def test_one_failed_choice_fails_the_request_and_stops_the_others(wire, engine, 
     until(lambda: engine.running == 0)
 
 
-def test_large_bodies_are_refused(wire, engine):
-    status, error = error_of(wire.post("/v1/chat/completions", b" " * 70_000))
+@pytest.mark.parametrize("size", [70_000, 300_000])
+def test_large_bodies_are_refused(wire, engine, size):
+    status, error = error_of(wire.post("/v1/chat/completions", b" " * size))
     assert (status, error["code"]) == (413, "request_too_large")
+    assert not engine.requests
+
+
+def test_large_chunked_bodies_are_refused_while_they_arrive(wire, engine):
     with wire.open() as client:
         client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
-        try:
-            for _ in range(100):
-                client.sendall(b"1000\r\n" + b" " * 0x1000 + b"\r\n")
-        except OSError:
-            pass  # Cut off while still sending, which is the point.
-        else:
-            assert client.recv(100).startswith(b"HTTP/1.1 413")
+        for _ in range(30):
+            client.sendall(b"1000\r\n" + b" " * 0x1000 + b"\r\n")
+        assert client.recv(100).startswith(b"HTTP/1.1 413")
     assert not engine.requests
+
+
+def test_an_endless_body_is_cut_off(wire):
+    def send_for_ever(client):
+        while True:
+            client.sendall(b" " * 0x10000)
+
+    with wire.open() as client:
+        client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9999999999\r\n\r\n")
+        with pytest.raises(OSError):
+            send_for_ever(client)
 
 
 def test_slow_headers_are_cut_off(wire):
@@ -311,3 +327,48 @@ def test_shutdown_closes_the_engine(engine, config):
     with running(build_app(engine, config), config):
         pass
     assert engine.is_closed
+
+
+SERVE = """
+import sys
+from workmem.gateway.app import build_app
+from workmem.gateway.config import ServerConfig
+from workmem.gateway.serve import listen
+from workmem.gateway.serve import serve
+from workmem.testing.fake_engine import FakeEngine
+
+engine = FakeEngine("x" * 30)
+engine.delay_s = 0.05
+serve(build_app(engine), ServerConfig(port=0, shutdown_s=int(sys.argv[1])), lambda url: print(url, flush=True))
+print("closed", engine.is_closed, "running", engine.running, flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("shutdown_s", "is_whole"), [(5, True), (1, False)])
+def test_a_signal_stops_the_server_within_its_bound(wire_to, number, shutdown_s, is_whole):
+    command = [sys.executable, "-c", SERVE, str(shutdown_s)]
+    if not is_whole:
+        command[2] = SERVE.replace("0.05", "3.0")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        wire = wire_to(process.stdout.readline().strip())
+        with wire.open() as client:
+            send_chat(client, stream=True)
+            if is_whole:
+                assert b"200 OK" in client.recv(1000)
+            else:
+                time.sleep(0.3)
+            began = time.monotonic()
+            process.send_signal(number)
+            answer = b""
+            while data := client.recv(65536):
+                answer += data
+        assert process.stdout.readline() == "closed True running 0\n"
+        assert process.wait(10) == 0
+        assert time.monotonic() - began < shutdown_s + 3
+        assert (b"[DONE]" in answer) == is_whole
+
+
+def test_a_taken_port_is_a_clear_error(wire):
+    with pytest.raises(ConfigError, match=r"\$\.server\.port: cannot listen on"):
+        listen(ServerConfig(port=wire.address[1]))

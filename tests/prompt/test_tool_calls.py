@@ -17,8 +17,10 @@ ROME = ParsedCall("get_weather", '{"city": "Rome"}')
         ("Hello there.\n", "Hello there.\n", []),
         ('<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>', "", [PARIS]),
         (
-            ('Let me look. <tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>\n'
-            '<tool_call>{"name": "get_weather", "arguments": {"city": "Rome"}}</tool_call>\n'),
+            (
+                'Let me look. <tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>\n'
+                '<tool_call>{"name": "get_weather", "arguments": {"city": "Rome"}}</tool_call>\n'
+            ),
             "Let me look.",
             [PARIS, ROME],
         ),
@@ -35,8 +37,10 @@ ROME = ParsedCall("get_weather", '{"city": "Rome"}')
         ),
         ('<|python_tag|>{"name": "get_weather", "parameters": {"city": "Paris"}}', "", [PARIS]),
         (
-            ('<|python_tag|>{"name": "get_weather", "parameters": {"city": "Paris"}}; '
-            '{"name": "get_weather", "parameters": {"city": "Rome"}}'),
+            (
+                '<|python_tag|>{"name": "get_weather", "parameters": {"city": "Paris"}}; '
+                '{"name": "get_weather", "parameters": {"city": "Rome"}}'
+            ),
             "",
             [PARIS, ROME],
         ),
@@ -53,8 +57,10 @@ ROME = ParsedCall("get_weather", '{"city": "Rome"}')
         ("[1, 2, 3]", "[1, 2, 3]", []),
         ('[{"name": "get_weather", "arguments": {"city": "Paris"}}]', "", [PARIS]),
         (
-            ('[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}}, '
-            '{"name": "get_weather", "arguments": {"city": "Rome"}}]'),
+            (
+                '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}}, '
+                '{"name": "get_weather", "arguments": {"city": "Rome"}}]'
+            ),
             "",
             [PARIS, ROME],
         ),
@@ -111,7 +117,31 @@ CALL_JSON = st.builds(
 FRAGMENT = st.one_of(
     CALL_JSON,
     st.sampled_from(
-        ["<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "get_weather", "[ARGS]", "{", "}", "[", "]", " ", "\n", ";", ",", '"', "\\", '{"a": 1}', "{}", "x", "<", "</", '"name"', ":"]
+        [
+            "<tool_call>",
+            "</tool_call>",
+            "<|python_tag|>",
+            "[TOOL_CALLS]",
+            "get_weather",
+            "[ARGS]",
+            "{",
+            "}",
+            "[",
+            "]",
+            " ",
+            "\n",
+            ";",
+            ",",
+            '"',
+            "\\",
+            '{"a": 1}',
+            "{}",
+            "x",
+            "<",
+            "</",
+            '"name"',
+            ":",
+        ]
     ),
     st.text(max_size=3),
     CALL_JSON.map(lambda call: f"<tool_call>{call}</tool_call>"),

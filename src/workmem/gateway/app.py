@@ -123,19 +123,21 @@ class _Counted:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve and count."""
-        status = "dropped"
+        is_answered = False
 
         async def watched(message: Message) -> None:
-            nonlocal status
+            nonlocal is_answered
             if message["type"] == "http.response.start":
-                status = str(message["status"])
+                is_answered = True
+                self._metrics.http.labels(self._path, str(message["status"])).inc()
             await send(message)
 
         with self._metrics.http_running.track_inprogress():
             try:
                 await self._app(scope, receive, watched)
             finally:
-                self._metrics.http.labels(self._path, status).inc()
+                if not is_answered:
+                    self._metrics.http.labels(self._path, "dropped").inc()
 
 
 async def _engine_health(exchange: Exchange) -> Answer:

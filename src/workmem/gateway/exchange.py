@@ -11,7 +11,7 @@ import logging
 import re
 import uuid
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import Any, Protocol
 
 from starlette.datastructures import MutableHeaders
@@ -111,24 +111,33 @@ class Boundary:
 
     async def _read_body(self, request: Request, receive: Receive) -> bytes:
         length = request.headers.get("content-length", "")
-        if length.isdecimal() and int(length) > self._body_bytes_max:
+        body: bytes | None = None
+        if not length.isdecimal() or int(length) <= self._body_bytes_max:
+            body = await self._collect(receive)
+        if body is None:
+            # A client that asked first (`expect`) has not sent anything yet.
+            if "expect" not in request.headers:
+                await _discard(receive, 8 * self._body_bytes_max)
             raise self._too_large()
+        return body
+
+    async def _collect(self, receive: Receive) -> bytes | None:
+        """The body; None as soon as it is too large. Raises ClientGone, or Refusal when it is too slow."""
         body = bytearray()
         try:
             async with asyncio.timeout(self._config.read_timeout_s):
-                while True:
+                while len(body) <= self._body_bytes_max:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise ClientGone
                     body += message.get("body", b"")
-                    if len(body) > self._body_bytes_max:
-                        raise self._too_large()
                     if not message.get("more_body", False):
-                        return bytes(body)
+                        return bytes(body) if len(body) <= self._body_bytes_max else None
         except TimeoutError as error:
             limit = self._config.read_timeout_s
             text = f"The request body did not arrive within {limit:g} s (server.read_timeout_s)."
             raise Refusal(408, text, code="request_timeout") from error
+        return None
 
     def _too_large(self) -> Refusal:
         text = f"The request body is larger than {self._config.body_bytes_max} (server.body_bytes_max)."
@@ -138,6 +147,20 @@ class Boundary:
 def request_id_of(given: str) -> str:
     """`given` if it is safe to put into headers and logs, else an id of our own."""
     return given if _REQUEST_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
+
+
+async def _discard(receive: Receive, bytes_max: int) -> None:
+    """Read on for a moment: most clients look for an answer only after they have sent everything,
+    and closing on one that still sends would replace our answer by a broken connection.
+    """
+    seen = 0
+    with suppress(TimeoutError):
+        async with asyncio.timeout(2.0):
+            while seen < bytes_max:
+                message = await receive()
+                seen += len(message.get("body", b""))
+                if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                    return
 
 
 async def _disconnect(receive: Receive) -> None:

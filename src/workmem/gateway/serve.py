@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
@@ -37,6 +40,24 @@ class Server(uvicorn.Server):
         )
         self._host = config.host
         self._on_started = on_started
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """Stop on SIGINT and SIGTERM, and then return: what the caller still has to close, it can.
+
+        uvicorn's own would raise the signal again and end the process before that.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {
+            number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start, then call back with the base URL."""

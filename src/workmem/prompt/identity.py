@@ -94,9 +94,11 @@ class SessionInferrer:
         for message in messages:
             body = msgspec.json.encode(message, order="sorted")
             parent = hashlib.blake2b(parent + body, digest_size=16).digest()
-            chain.append(parent)
+            # Instructions alone are shared by many agents: they are nobody's history.
+            if chain or _object(message).get("role") not in ("system", "developer"):
+                chain.append(parent)
         if not chain:
-            return ""
+            return f"inferred-{parent.hex()[:16]}" if messages else ""
         session = next((found for key in reversed(chain) if (found := self._by_history.get(key))), "")
         session = session or f"inferred-{chain[-1].hex()[:16]}"
         self._by_history[chain[-1]] = session

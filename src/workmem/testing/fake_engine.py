@@ -67,7 +67,8 @@ class FakeEngine:
         token_ids: list[int] = []
         spans: list[Span] = []
         lines = [
-            (path, f"{item['role']}: {item['content']}\n") for path, item in zip(chat.paths, chat.messages, strict=True)
+            (path, f"{item['role']}: {item['content']}\n")
+            for path, item in zip(chat.paths, chat.messages, strict=True)
         ]
         for path, text in [*lines, ("template", "assistant: ")]:
             start = len(token_ids)

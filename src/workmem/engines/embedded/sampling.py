@@ -124,7 +124,7 @@ def _draw(logits: torch.Tensor, params: Sequence[SamplingParams], draws: Sequenc
     while left:
         some = probs[left]
         values, ids = some.topk(width, dim=-1) if width < vocabulary else some.sort(dim=-1, descending=True)
-        kept, enough = _filter(values.double(), [params[i] for i in left], exhaustive=width == vocabulary)
+        kept, enough = _filter(values.double(), [params[i] for i in left], vocabulary)
         picked = ids.gather(-1, _pick(kept, [draws[i] for i in left])[:, None]).squeeze(-1)
         for i, token in zip(left, picked.tolist(), strict=True):
             tokens[i] = token
@@ -134,7 +134,7 @@ def _draw(logits: torch.Tensor, params: Sequence[SamplingParams], draws: Sequenc
 
 
 def _filter(
-    probs: torch.Tensor, params: Sequence[SamplingParams], *, exhaustive: bool
+    probs: torch.Tensor, params: Sequence[SamplingParams], vocabulary: int
 ) -> tuple[torch.Tensor, list[bool]]:
     """Zero what min_p, top_k and top_p exclude from `probs` (fp64 [rows, width], best first).
 
@@ -146,20 +146,21 @@ def _filter(
 
     width = probs.shape[-1]
     min_p = column([one.min_p for one in params])
-    top_k = column([one.top_k or probs.shape[-1] + 1 for one in params])
+    top_k = column([one.top_k or vocabulary + 1 for one in params])
     top_p = column([one.top_p for one in params])
     rank = torch.arange(width, device=probs.device)
     allowed = (probs >= min_p * probs[:, :1]) & (rank < top_k)
-    # With min_p or top_k closing inside the shortlist nothing beyond it counts; else the rest of the mass does.
-    closed = ~allowed[:, -1:] | (top_k <= width)
+    # Where min_p or top_k closes within the width, the mass left is known; without either it is 1.
+    closed = ~allowed[:, -1:] | (top_k <= width) | (width == vocabulary)
     kept = torch.where(allowed, probs, 0.0)
     cumulative = kept.cumsum(-1)
-    total = torch.where(closed | exhaustive, cumulative[:, -1:], torch.ones_like(min_p))
+    total = torch.where(closed, cumulative[:, -1:], torch.ones_like(min_p))
     # A token stays while the mass before it is under top_p, so the best one always stays.
     in_nucleus = (cumulative - kept < top_p * total) | (top_p >= 1.0)
     in_nucleus[:, 0] = True
     kept = torch.where(in_nucleus, kept, 0.0)
-    enough = closed | exhaustive | ~in_nucleus[:, -1:]
+    unrestricted = (min_p == 0) & (top_k > vocabulary)
+    enough = closed | (unrestricted & ~in_nucleus[:, -1:])
     return kept, enough.squeeze(-1).tolist()
 
 

@@ -1,0 +1,102 @@
+import json
+import os
+import shutil
+
+import pytest
+
+from workmem.engines.embedded import fingerprint
+from workmem.engines.embedded.fingerprint import identify
+from workmem.testing.tiny_models import build_model
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return build_model(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def folder(llama, tmp_path):
+    return shutil.copytree(llama, tmp_path / "model")
+
+
+@pytest.fixture
+def full_reads(monkeypatch):
+    """Counts whole-file hashes: the only caller of `_READ_BYTES`-sized reads is wrapped."""
+    calls = []
+    real = fingerprint._file_digest
+
+    def counted(file, known):
+        key, entry = real(file, known)
+        calls.append(known.get(key) is not entry)
+        return key, entry
+
+    monkeypatch.setattr(fingerprint, "_file_digest", counted)
+    return calls
+
+
+def test_the_place_of_a_model_is_no_part_of_it(llama, folder):
+    assert identify(folder) == identify(llama)
+
+
+def test_other_weights_and_other_arithmetic_are_other_models(folder, tmp_path):
+    base = identify(folder).weights
+    assert identify(build_model(tmp_path / "other", seed=1)).weights != base
+    config = folder / "config.json"
+    fields = json.loads(config.read_text())
+    config.write_text(json.dumps(fields | {"rms_norm_eps": 0.5}))
+    assert identify(folder).weights != base
+    config.write_text(json.dumps(fields | {"transformers_version": "9", "use_cache": False}, indent=7))
+    assert identify(folder).weights == base
+
+
+def test_the_tokenizer_changes_its_own_digest_only(folder):
+    before = identify(folder)
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    after = identify(folder)
+    assert after.weights == before.weights
+    assert after.tokenizer != before.tokenizer
+
+
+def test_a_second_start_reads_samples_only(folder, tmp_path, full_reads):
+    first = identify(folder, cache_folder=tmp_path / "cache")
+    second = identify(folder, cache_folder=tmp_path / "cache")
+    assert first == second
+    assert full_reads == [True, False]
+
+
+def test_a_change_with_restored_mtime_is_noticed(folder, tmp_path):
+    file = folder / "model.safetensors"
+    first = identify(folder, cache_folder=tmp_path)
+    stat = file.stat()
+    with file.open("r+b") as stream:
+        stream.seek(-3, os.SEEK_END)
+        stream.write(b"\x55")
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert file.stat().st_mtime_ns == stat.st_mtime_ns
+    assert identify(folder, cache_folder=tmp_path).weights != first.weights
+
+
+def test_samples_catch_a_change_that_leaves_every_stamp(folder, tmp_path, monkeypatch):
+    file = folder / "model.safetensors"
+    first = identify(folder, cache_folder=tmp_path)
+    side = tmp_path / fingerprint.SIDE_FILE
+    (entry,) = json.loads(side.read_text()).values()
+    with file.open("r+b") as stream:
+        stream.seek(-3, os.SEEK_END)
+        stream.write(b"\x55")
+    stat = file.stat()
+    key = f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"
+    side.write_text(json.dumps({key: entry}))
+    assert identify(folder, cache_folder=tmp_path).weights != first.weights
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"a": 1}', b"\xff"])
+def test_a_broken_side_file_costs_time_only(folder, tmp_path, content):
+    (tmp_path / fingerprint.SIDE_FILE).write_bytes(content)
+    assert identify(folder, cache_folder=tmp_path) == identify(folder)
+
+
+def test_a_cache_folder_that_cannot_be_written_costs_time_only(folder, tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    assert identify(folder, cache_folder=blocked) == identify(folder)

@@ -92,6 +92,8 @@ class FrameTable(Generic[T]):
         self._slabs: dict[int, dict[int, Slab[T]]] = {}
         self.ledger: dict[FrameState, int] = dict.fromkeys(FrameState, 0)
         self.ledger[FrameState.FREE] = capacity_bytes
+        self.reached_bytes = 0
+        """End of the highest slab ever taken."""
         self.in_use = 0
         """Frames that are not FREE."""
 
@@ -211,6 +213,7 @@ class FrameTable(Generic[T]):
         slab = Slab[T](first, self._span(frame_bytes), self.slab_bytes, frame_bytes)
         for index in range(first, first + slab.span):
             self._map[index] = slab
+        self.reached_bytes = max(self.reached_bytes, (first + slab.span) * self.slab_bytes)
         slabs[first] = slab
         return slab
 

@@ -29,6 +29,9 @@ from workmem.store.tiers.folder import StoreFolder
 from workmem.store.tiers.ssd import SsdTier
 from workmem.store.writer import WriterThread
 
+_WARM_AHEAD_BYTES = 256 * 2**20
+_WARM_TICK_BYTES = 64 * 2**20
+"""Per tick: memory is taken at up to 256 MiB/s, ahead of use, without a burst at the start."""
 CLOSE_S = 10.0
 """Longest that `close` waits for pages on their way to disk."""
 
@@ -64,7 +67,6 @@ class Store:
             self._arena.close()
             raise
         self._saver = SaverThread(self._pool, sink, config.save_queue_pages)
-        self._ticker = TickerThread(self._tick)
         self._reader: ReaderThreads | None = None
         self._writer: WriterThread | None = None
         if self._tier is not None:
@@ -74,6 +76,7 @@ class Store:
                 self._pool, index, self._breaker, self._clock, sink, config.ssd.readers
             )
             self._writer = WriterThread(self._pool, self._tier, self._breaker)
+        self._ticker = TickerThread(self._tick)
 
     def __enter__(self) -> Self:
         return self
@@ -184,6 +187,7 @@ class Store:
             self._arena.close()
 
     def _tick(self) -> None:
+        self._arena.warm(self._pool.frames.reached_bytes + _WARM_AHEAD_BYTES, _WARM_TICK_BYTES)
         self._pool.expire_leases()
         self._breaker.tick()
         self._pool.reads_ssd = not self._breaker.reads_open

@@ -28,8 +28,10 @@ class TickerThread:
         return not self._thread.is_alive()
 
     def _main(self) -> None:
-        while not self._stop.wait(TICK_S):
+        while True:
             try:
                 self._tick()
             except Exception:  # thread main: the next tick may fare better
                 log.exception("a tick of the store met a bug of ours")
+            if self._stop.wait(TICK_S):
+                return

@@ -1,0 +1,158 @@
+"""The store against a dict: whatever happens in whatever order, pages are right, frames are counted."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from workmem.core.errors import CapacityError
+from workmem.core.outcomes import MissReason, TierName
+from workmem.store.config import DramConfig, SsdConfig, StoreConfig
+from workmem.store.contract import SaveState
+from workmem.store.store import Store
+from workmem.testing.pages import SMALL, Chain, namespace, page_bytes, read_all, settle
+
+pytestmark = pytest.mark.timeout(120)
+
+WIDE = type(SMALL)(dtype="fp32", layers=4, kv_heads=4, head_dim=32, block_tokens=4)
+LENGTH = 5
+SPACES = (namespace("small", SMALL), namespace("wide", WIDE))
+CHAINS = tuple(Chain(space, LENGTH, seed=seed) for space in SPACES for seed in range(5))
+DRAM_BYTES = 192 * 1024
+SSD_BYTES = 640 * 1024
+
+
+class StoreMachine(RuleBasedStateMachine):
+    leases = Bundle("leases")
+
+    @initialize()
+    def start(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="workmem-machine-"))
+        self.saved: set[bytes] = set()
+        self.held: list = []
+        self.open()
+
+    def open(self) -> None:
+        ssd = SsdConfig(path=str(self.folder / "store"), bytes=SSD_BYTES, readers=2)
+        self.store = Store(StoreConfig(dram=DramConfig(bytes=DRAM_BYTES), ssd=ssd))
+        for space in SPACES:
+            self.store.register(space)
+
+    @rule(chain=st.sampled_from(CHAINS), upto=st.integers(1, LENGTH), settled=st.booleans())
+    def save(self, chain: Chain, upto: int, settled: bool) -> None:
+        states: list[SaveState] = []
+        self.store.save(chain.root, chain.writes(states.append, range(upto)))
+        self.saved.update(chain.keys[:upto])
+        if settled:
+            assert self.store.flush(20)
+            assert len(states) == upto
+
+    @rule(chain=st.sampled_from(CHAINS))
+    def look(self, chain: Chain) -> None:
+        found = self.store.lookup(chain.root, chain.keys)
+        assert set(chain.keys[: found.blocks]) <= self.saved
+        assert (found.reason is None) == (found.blocks == LENGTH)
+        if found.reason is MissReason.COLD:
+            assert set(found.tiers) <= {TierName.DRAM, TierName.SSD}
+
+    @rule(target=leases, chain=st.sampled_from(CHAINS), upto=st.integers(1, LENGTH))
+    def lease(self, chain: Chain, upto: int):
+        try:
+            lease = self.store.lease(chain.root, chain.keys[:upto], owner="machine", ttl_s=600)
+        except CapacityError:
+            assert self.held, "with nothing held every context fits"
+            return None
+        settle(lease)
+        assert lease.failed in (None, MissReason.COLD, MissReason.EVICTED, MissReason.CORRUPT)
+        self.held.append(lease)
+        return lease
+
+    @rule(lease=leases)
+    def read(self, lease) -> None:
+        if lease is None or lease not in self.held:
+            return
+        for index in range(lease.ready):
+            assert lease.page(index) == page_bytes(lease.keys[index], lease.layout)
+
+    @rule(lease=leases, pick=st.integers(0, LENGTH - 1))
+    def quarantine(self, lease, pick: int) -> None:
+        if lease is None or lease not in self.held or pick >= lease.ready:
+            return
+        lease.quarantine(pick)
+        # Until it is saved again, which a save still on its way may do.
+        self.store.flush(20)
+
+    @rule(lease=consumes(leases))
+    def release(self, lease) -> None:
+        if lease is not None and lease in self.held:
+            self.held.remove(lease)
+            lease.release()
+
+    @rule()
+    @precondition(lambda self: len(self.held) < 4)
+    def reopen(self) -> None:
+        assert self.store.flush(20)
+        durable = [(chain, self.on_ssd(chain)) for chain in CHAINS]
+        for lease in self.held:
+            lease.release()
+        self.held.clear()
+        self.store.close()
+        self.open()
+        for chain, blocks in durable:
+            assert self.store.lookup(chain.root, chain.keys).blocks >= blocks
+
+    def on_ssd(self, chain: Chain) -> int:
+        records = self.store._pool.space(chain.root).records
+        count = 0
+        for key in chain.keys:
+            record = records.get(key)
+            if record is None or record.extent is None:
+                break
+            count += 1
+        return count
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        if hasattr(self, "store"):
+            self.store.audit()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        assert self.store.flush(20)
+        for lease in self.held:
+            lease.release()
+        for chain in CHAINS:
+            read_all(self.store, chain.root, chain.keys)
+        self.store.audit()
+        gauges = self.store.gauges()
+        assert gauges["store_dram_quarantined_bytes"] == 0
+        resident = sum(
+            space.frame_bytes
+            for space in self.store._pool.spaces.values()
+            for record in space.records.values()
+            if record.frame is not None
+        )
+        assert gauges["store_dram_used_bytes"] == resident
+        self.store.close()
+        shutil.rmtree(self.folder)
+
+
+StoreMachine.TestCase.settings = settings(
+    max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestStoreMachine = StoreMachine.TestCase

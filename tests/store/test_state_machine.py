@@ -53,7 +53,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.store.register(space)
 
     @rule(chain=st.sampled_from(CHAINS), upto=st.integers(1, LENGTH), settled=st.booleans())
-    def save(self, chain: Chain, upto: int, settled: bool) -> None:
+    def save(self, chain: Chain, upto: int, *, settled: bool) -> None:
         states: list[SaveState] = []
         self.store.save(chain.root, chain.writes(states.append, range(upto)))
         self.saved.update(chain.keys[:upto])
@@ -143,7 +143,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert gauges["store_dram_quarantined_bytes"] == 0
         resident = sum(
             space.frame_bytes
-            for space in self.store._pool.spaces.values()
+            for space in self.store._pool.state.spaces.values()
             for record in space.records.values()
             if record.frame is not None
         )

@@ -13,16 +13,16 @@ from workmem.store.frames import Frame
 from workmem.store.records import Record
 
 if TYPE_CHECKING:
-    from workmem.store.pool import Pool
+    from workmem.store.leases import LeaseTable
 
 
 class PageLease:
-    """See `store.contract.Lease`. Made by `Pool.lease`; its fields are the pool's, under its lock."""
+    """See `store.contract.Lease`. Made by `LeaseTable.lease`; its fields are the table's, under its lock."""
 
     def __init__(
-        self, pool: Pool, layout: KVLayout, keys: tuple[BlockKey, ...], owner: str, deadline: float
+        self, table: LeaseTable, layout: KVLayout, keys: tuple[BlockKey, ...], owner: str, deadline: float
     ) -> None:
-        self._pool = pool
+        self._table = table
         self._layout = layout
         self._keys = keys
         self.owner = owner
@@ -58,17 +58,17 @@ class PageLease:
 
     def on_settled(self, callback: Callable[[], None]) -> None:
         """See `Lease.on_settled`."""
-        if self._pool.subscribe(self, callback):
+        if self._table.subscribe(self, callback):
             callback()
 
     def page(self, index: int) -> memoryview:
         """See `Lease.page`. Copies nothing."""
         frame = self._frame(index)
-        return self._pool.arena.readable(frame.offset, self._layout.page_bytes)
+        return self._table.readable(frame.offset, self._layout.page_bytes)
 
     def page_address(self, index: int) -> int:
         """Address of page `index` in this process, for native readers. Valid while the lease holds."""
-        return self._pool.arena.base_address + self._frame(index).offset
+        return self._table.address(self._frame(index).offset)
 
     def checksums(self, index: int) -> tuple[int, ...]:
         """See `Lease.checksums`."""
@@ -89,18 +89,18 @@ class PageLease:
 
     def quarantine(self, index: int) -> None:
         """See `Lease.quarantine`."""
-        self._pool.quarantine(self.records[index], MissReason.CORRUPT, only_frame=self._frame(index))
+        self._table.quarantine(self.records[index], MissReason.CORRUPT, only_frame=self._frame(index))
 
     def renew(self, ttl_s: float) -> None:
         """Move the deadline to `ttl_s` seconds from now. Raises LeaseError when it has passed."""
-        self._pool.renew(self, ttl_s)
+        self._table.renew(self, ttl_s)
 
     def release(self) -> None:
         """See `Lease.release`. The first call after expiry is quiet: the pages are back already."""
         if self.released:
             raise LeaseError(f"lease of {len(self._keys)} pages by {self.owner!r} was released twice")
         self.released = True
-        self._pool.release(self)
+        self._table.release(self)
 
     def _frame(self, index: int) -> Frame[Record]:
         if self.ended or self.released:

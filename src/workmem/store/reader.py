@@ -70,7 +70,7 @@ class ReaderThreads:
         started = self._clock.monotonic()
         layout = run[0].record.space.layout
         size = header_bytes(layout)
-        arena = self._pool.arena
+        arena = self._pool.state.arena
         with mmap.mmap(-1, size * len(run)) as scratch, memoryview(scratch) as headers:
             buffers: list[memoryview] = []
             for position, promotion in enumerate(run):
@@ -107,7 +107,7 @@ class ReaderThreads:
         """One bad sector must not cost its neighbours: read each page by itself."""
         if len(run) == 1:
             self._breaker.read_failed(error)
-            self._pool.promotion_failed(run[0], MissReason.UNAVAILABLE)
+            self._pool.leases.promotion_failed(run[0], MissReason.UNAVAILABLE)
             return
         for position, promotion in enumerate(run):
             mine = buffers[2 * position : 2 * position + 2]
@@ -124,15 +124,15 @@ class ReaderThreads:
             try:
                 header = verify(record, promotion.extent, buffers[2 * position], buffers[2 * position + 1])
             except IntegrityError:
-                self._pool.promotion_failed(promotion, MissReason.CORRUPT)
+                self._pool.leases.promotion_failed(promotion, MissReason.CORRUPT)
             else:
-                self._pool.promoted(promotion, header.tokens, header.checksums)
+                self._pool.leases.promoted(promotion, header.tokens, header.checksums)
 
     def _fail(self, run: list[Promotion], error: Exception) -> None:
         self._breaker.read_failed(error)
         for promotion in run:
             if promotion.record.promotion is promotion:
-                self._pool.promotion_failed(promotion, MissReason.UNAVAILABLE)
+                self._pool.leases.promotion_failed(promotion, MissReason.UNAVAILABLE)
 
 
 def _runs(promotions: Sequence[Promotion]) -> list[list[Promotion]]:

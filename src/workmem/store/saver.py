@@ -126,7 +126,7 @@ class SaverThread:
 
     def _fill(self, space: Space, page: PageWrite, frame: Frame[Record]) -> tuple[int, ...]:
         size = space.layout.page_bytes
-        with self._pool.arena.writable(frame.offset, frame.size) as whole:
+        with self._pool.state.arena.writable(frame.offset, frame.size) as whole:
             with whole[:size] as view:
                 page.copy_into(view)
             # The rest of the frame goes to disk along with the page: nothing of a former page may.

@@ -12,8 +12,8 @@ from workmem.core.outcomes import MissReason, TierName
 from workmem.policy.eviction import SegmentedLru
 from workmem.store.arena import PAGE
 from workmem.store.frames import Frame
-from workmem.store.pool import Pool
 from workmem.store.records import Record, Space
+from workmem.store.residents import Residents
 from workmem.store.tiers.journal import DeleteEntry, Entry, NamespaceEntry, PutEntry
 from workmem.store.tiers.page_header import PageHeader, header_bytes
 from workmem.store.tiers.segments import SEGMENT_HEADER_BYTES, Extent, Segment
@@ -40,8 +40,8 @@ def page_extent_bytes(space: Space) -> int:
 class SsdIndex:
     """Residency of the ssd tier."""
 
-    def __init__(self, pool: Pool, capacity_bytes: int) -> None:
-        self._pool = pool
+    def __init__(self, state: Residents, capacity_bytes: int) -> None:
+        self._state = state
         self.order: SegmentedLru[Record] = SegmentedLru(int(capacity_bytes * 0.8))
         self.segments: dict[int, Segment] = {}
         self.live_bytes = 0
@@ -49,8 +49,8 @@ class SsdIndex:
         self._deletes: list[Entry] = []
         self.extent_bytes_max = capacity_bytes
         """A page that takes more can never be kept; it stays in dram only."""
-        pool.drop_extent = self._strike
-        pool.touch_ssd = self.order.touch
+        state.drop_extent = self._strike
+        state.touch_ssd = self.order.touch
 
     @property
     def file_bytes(self) -> int:
@@ -63,8 +63,8 @@ class SsdIndex:
         """The next unwritten pages, pinned; at least one if there is any."""
         jobs: list[WriteJob] = []
         total = 0
-        with self._pool.outbox:
-            queue = self._pool.unwritten
+        with self._state.outbox:
+            queue = self._state.unwritten
             while queue:
                 record, frame = queue[0], queue[0].frame
                 if not record.unwritten or frame is None:
@@ -73,8 +73,8 @@ class SsdIndex:
                 length = page_extent_bytes(record.space)
                 if length > self.extent_bytes_max:
                     queue.popleft()
-                    self._pool.counts["writes_given_up"] += 1
-                    self._pool.write_ended(record)
+                    self._state.counts["writes_given_up"] += 1
+                    self._state.write_ended(record)
                     continue
                 if jobs and total + length > bytes_max:
                     break
@@ -82,44 +82,44 @@ class SsdIndex:
                 frame.pins += 1
                 jobs.append(WriteJob(record, frame, _header(record)))
                 total += length
-            self._pool.writes_in_flight += len(jobs)
-            self._pool.outbox.changed.notify_all()
+            self._state.writes_in_flight += len(jobs)
+            self._state.outbox.changed.notify_all()
         return jobs
 
     def settle(self, jobs: list[WriteJob], extents: list[Extent] | None) -> None:
         """`jobs` are durable at `extents`, or given up (None): unpin them and make them visible (R2)."""
-        with self._pool.outbox:
+        with self._state.outbox:
             for position, job in enumerate(jobs):
                 if extents is not None:
                     self._place(job.record, extents[position])
-                self._pool.write_ended(job.record)
-            self._pool.writes_in_flight -= len(jobs)
-        self._pool.unpin([job.frame for job in jobs])
+                self._state.write_ended(job.record)
+            self._state.writes_in_flight -= len(jobs)
+            self._state.unpin([job.frame for job in jobs])
 
     def retry(self, jobs: list[WriteJob]) -> None:
         """They failed and are tried once more, first."""
-        with self._pool.outbox:
+        with self._state.outbox:
             for job in reversed(jobs):
-                self._pool.unwritten.appendleft(job.record)
-            self._pool.writes_in_flight -= len(jobs)
-        self._pool.unpin([job.frame for job in jobs])
+                self._state.unwritten.appendleft(job.record)
+            self._state.writes_in_flight -= len(jobs)
+            self._state.unpin([job.frame for job in jobs])
 
     def give_up_writes(self) -> None:
         """The tier does not take pages now: nothing waits for it. The lock is held by the caller."""
-        for record in self._pool.unwritten:
+        for record in self._state.unwritten:
             if record.unwritten:
-                self._pool.write_ended(record)
-        self._pool.unwritten.clear()
+                self._state.write_ended(record)
+        self._state.unwritten.clear()
 
     def take_deletes(self) -> list[Entry]:
         """Records to strike out of the journal, before anything newer is put in."""
-        with self._pool.outbox:
+        with self._state.outbox:
             deletes, self._deletes = self._deletes, []
             return deletes
 
     def return_deletes(self, deletes: list[Entry]) -> None:
         """They could not be journaled; try again with the next batch."""
-        with self._pool.outbox:
+        with self._state.outbox:
             self._deletes[:0] = deletes
 
     @property
@@ -131,7 +131,7 @@ class SsdIndex:
 
     def restore(self, record: Record, extent: Extent) -> None:
         """A page found by replay."""
-        with self._pool.outbox:
+        with self._state.outbox:
             old = record.space.records.setdefault(record.key, record)
             if old.extent is not None:
                 self._unplace(old)
@@ -139,15 +139,15 @@ class SsdIndex:
 
     def forget(self, space: Space, key: bytes) -> None:
         """A page that replay found struck out."""
-        with self._pool.outbox:
+        with self._state.outbox:
             record = space.records.get(key)  # pyright: ignore[reportArgumentType]  # a key as journaled
             if record is not None and record.extent is not None:
                 self._unplace(record)
-                self._pool.forget_if_gone(record, MissReason.EVICTED)
+                self._state.forget_if_gone(record, MissReason.EVICTED)
 
     def move(self, record: Record, old: Extent, new: Extent) -> None:
         """Compaction wrote `record` again. If it left meanwhile, the new place is dead at once."""
-        with self._pool.outbox:
+        with self._state.outbox:
             if record.extent is old:
                 node = record.ssd_node
                 record.extent = new
@@ -164,7 +164,7 @@ class SsdIndex:
     def evict(self, bytes_wanted: int) -> int:
         """Strike out the least worth keeping, children before parents (R7). Returns bytes given up."""
         freed = 0
-        with self._pool.outbox:
+        with self._state.outbox:
             while freed < bytes_wanted:
                 node = self.order.pick(_never_held)
                 if node is None:
@@ -173,19 +173,19 @@ class SsdIndex:
                 assert record.extent is not None
                 freed += record.extent.length
                 self._strike(record)
-                self._pool.counts["ssd_evictions"] += 1
-                self._pool.outbox.tell(
+                self._state.counts["ssd_evictions"] += 1
+                self._state.outbox.tell(
                     BlockEvicted(tier=TierName.SSD, key=record.key.hex()[:16], reason="room")
                 )
-                self._pool.forget_if_gone(record, MissReason.EVICTED)
+                self._state.forget_if_gone(record, MissReason.EVICTED)
         return freed
 
     def drop_segment(self, segment: Segment) -> None:
         """Take a segment out of the index; whatever still lies in it leaves service."""
-        with self._pool.outbox:
+        with self._state.outbox:
             for record in list(segment.records):
                 self._strike(record)
-                self._pool.forget_if_gone(record, MissReason.EVICTED)
+                self._state.forget_if_gone(record, MissReason.EVICTED)
             del self.segments[segment.number]
             segment.is_dropped = True
             close_now = segment.readers == 0
@@ -194,14 +194,14 @@ class SsdIndex:
 
     def pages_of(self, segment: Segment) -> list[tuple[Record, Extent]]:
         """The live pages of a segment in the order they lie."""
-        with self._pool.outbox:
+        with self._state.outbox:
             pages = [(record, record.extent) for record in segment.records]
         found = [(record, extent) for record, extent in pages if extent is not None]
         return sorted(found, key=lambda page: page[1].offset)
 
     def end_read(self, segment: Segment, count: int) -> None:
         """`count` reads of `segment` ended; the last one closes a dropped file."""
-        with self._pool.outbox:
+        with self._state.outbox:
             segment.readers -= count
             close_now = segment.is_dropped and segment.readers == 0
         if close_now:
@@ -209,9 +209,9 @@ class SsdIndex:
 
     def snapshot(self) -> list[Entry]:
         """Everything a fresh journal must say."""
-        with self._pool.outbox:
-            entries: list[Entry] = [namespace_entry(space) for space in self._pool.spaces.values()]
-            for space in self._pool.spaces.values():
+        with self._state.outbox:
+            entries: list[Entry] = [namespace_entry(space) for space in self._state.spaces.values()]
+            for space in self._state.spaces.values():
                 held = [(record, record.extent) for record in space.records.values()]
                 entries += [put_entry(record, extent) for record, extent in held if extent is not None]
             # Strikes of pages that are not in the snapshot have nothing left to strike out.
@@ -236,8 +236,8 @@ class SsdIndex:
         record.ssd_node = self.order.insert(
             record, (number, record.key), (number, record.parent), extent.length
         )
-        self._pool.counts["ssd_written_bytes"] += extent.length
-        self._pool.outbox.tell(
+        self._state.counts["ssd_written_bytes"] += extent.length
+        self._state.outbox.tell(
             BlockAdmitted(tier=TierName.SSD, key=record.key.hex()[:16], page_bytes=space.layout.page_bytes)
         )
 

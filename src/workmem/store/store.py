@@ -70,7 +70,7 @@ class Store:
         self._reader: ReaderThreads | None = None
         self._writer: WriterThread | None = None
         if self._tier is not None:
-            self._pool.wants_writes = True
+            self._pool.state.wants_writes = True
             index = self._tier.index
             self._reader = ReaderThreads(
                 self._pool, index, self._breaker, self._clock, sink, config.ssd.readers
@@ -100,7 +100,7 @@ class Store:
         """See `KVStore.lease`."""
         if self._closed:
             raise InvariantError("lease on a closed store")
-        lease, promotions = self._pool.lease(self._pool.space(root), keys, owner, ttl_s)
+        lease, promotions = self._pool.leases.lease(self._pool.space(root), keys, owner, ttl_s)
         if self._tier is not None:
             assert self._reader is not None
             self._reader.submit(promotions)
@@ -121,17 +121,19 @@ class Store:
 
     def dram_capacity_bytes(self) -> int:
         """See `KVStore.dram_capacity_bytes`. Counted for the largest registered page."""
-        sizes = {space.frame_bytes: space.layout.page_bytes for space in self._pool.spaces.values()}
+        sizes = {space.frame_bytes: space.layout.page_bytes for space in self._pool.state.spaces.values()}
         if not sizes:
             return self._arena.capacity_bytes
-        return min(self._pool.frames.holdable_bytes(frame) // frame * page for frame, page in sizes.items())
+        return min(
+            self._pool.state.frames.holdable_bytes(frame) // frame * page for frame, page in sizes.items()
+        )
 
     def flush(self, timeout_s: float) -> bool:
         """See `KVStore.flush`."""
         until = self._clock.monotonic() + timeout_s
         if not self._saver.drain(timeout_s):
             return False
-        pool = self._pool
+        pool = self._pool.state
         with pool.outbox:
             left = max(0.0, until - self._clock.monotonic())
             return pool.outbox.changed.wait_for(
@@ -140,7 +142,7 @@ class Store:
 
     def gauges(self) -> dict[str, float]:
         """See `KVStore.gauges`."""
-        pool, frames = self._pool, self._pool.frames
+        pool, frames = self._pool.state, self._pool.state.frames
         readings: dict[str, float] = {
             "store_dram_capacity_bytes": frames.capacity_bytes,
             "store_dram_used_bytes": frames.used_bytes,
@@ -174,7 +176,7 @@ class Store:
         self.flush(CLOSE_S)
         left = max(0.1, until - self._clock.monotonic())
         ended = self._saver.close(left) and self._ticker.close(left)
-        self._pool.end_leases()
+        self._pool.leases.end_leases()
         if self._reader is not None:
             ended = self._reader.close(left) and ended
         if self._writer is not None and self._tier is not None:
@@ -187,15 +189,15 @@ class Store:
             self._arena.close()
 
     def _tick(self) -> None:
-        self._arena.warm(self._pool.frames.reached_bytes + _WARM_AHEAD_BYTES, _WARM_TICK_BYTES)
-        self._pool.expire_leases()
+        self._arena.warm(self._pool.state.frames.reached_bytes + _WARM_AHEAD_BYTES, _WARM_TICK_BYTES)
+        self._pool.leases.expire_leases()
         self._breaker.tick()
-        self._pool.reads_ssd = not self._breaker.reads_open
+        self._pool.state.reads_ssd = not self._breaker.reads_open
 
     def audit(self) -> None:
         """Check the ledger and every link of the index. Raises InvariantError; for tests and `verify`."""
-        with self._pool.outbox:
-            self._pool.audit()
+        with self._pool.state.outbox:
+            self._pool.state.audit()
 
     def _open_ssd(self, device: BlockDevice, sink: EventSink, capacity_bytes: int) -> SsdTier | None:
         folder = StoreFolder(self._config.ssd.path)

@@ -29,9 +29,9 @@ class WriterThread:
 
     def close(self, timeout_s: float) -> bool:
         """Stop after the batch under way. False if the disk holds it longer than `timeout_s`."""
-        with self._pool.outbox:
+        with self._pool.state.outbox:
             self._stopping = True
-            self._pool.outbox.changed.notify_all()
+            self._pool.state.outbox.changed.notify_all()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -43,13 +43,13 @@ class WriterThread:
 
     def _wait(self) -> bool:
         """Sleep until something is to be done. False when the thread is to end."""
-        outbox = self._pool.outbox
+        outbox = self._pool.state.outbox
         with outbox:
             while not self._stopping:
                 if not self._breaker.may_write():
                     # Nothing is waited for while the tier is left alone.
                     self._tier.index.give_up_writes()
-                elif self._breaker.writes_open or self._pool.unwritten or self._tier.index.has_deletes:
+                elif self._breaker.writes_open or self._pool.state.unwritten or self._tier.index.has_deletes:
                     return True
                 outbox.changed.wait(_TICK_S)
         return False
@@ -78,14 +78,14 @@ class WriterThread:
             self._failed([], error)
             return
         if self._breaker.write_worked():
-            self._pool.wants_writes = True
+            self._pool.state.wants_writes = True
             self._pool.requeue_writes()
 
     def _failed(self, jobs: list[WriteJob], error: Exception) -> None:
         self._breaker.write_failed(error)
         self._pool.count("ssd_writes_failed", len(jobs))
         if self._breaker.writes_open:
-            self._pool.wants_writes = False
+            self._pool.state.wants_writes = False
             self._tier.index.settle(jobs, None)
         else:
             self._tier.index.retry(jobs)

@@ -54,7 +54,7 @@ class SsdTier:
         self._sink = sink
         self.capacity_bytes = capacity_bytes
         self._segment_bytes = min(SEGMENT_BYTES_MAX, max(capacity_bytes // 8, 2 * SEGMENT_HEADER_BYTES))
-        self.index = SsdIndex(pool, capacity_bytes)
+        self.index = SsdIndex(pool.state, capacity_bytes)
         self._journal = Journal(device, folder.journal, folder.store_id)
         self.index.extent_bytes_max = capacity_bytes - 2 * self._segment_bytes
         self._active: Segment | None = None
@@ -161,7 +161,7 @@ class SsdTier:
 
     def _announce_all(self) -> None:
         self._journal.rewrite(self.index.snapshot())
-        self._announced = {space.number for space in self._pool.spaces.values()}
+        self._announced = {space.number for space in self._pool.state.spaces.values()}
 
     # -- writing
 
@@ -198,7 +198,7 @@ class SsdTier:
         deletes = self.index.take_deletes()
         news: list[Entry] = [
             namespace_entry(space)
-            for space in list(self._pool.spaces.values())
+            for space in list(self._pool.state.spaces.values())
             if space.number not in self._announced
         ]
         batch = [*news, *deletes, *entries]
@@ -245,7 +245,7 @@ class SsdTier:
             for job, size in zip(jobs, sizes, strict=True):
                 head = headers[start : start + size]
                 header_sum = pack(job.header, job.record.space.layout, head)
-                buffers += [head, self._pool.arena.writable(job.frame.offset, job.frame.size)]
+                buffers += [head, self._pool.state.arena.writable(job.frame.offset, job.frame.size)]
                 extents.append(Extent(segment, at, job.length, header_sum))
                 at += job.length
                 start += size

@@ -58,14 +58,12 @@ class Bench:
                 self.logits[(seq.id, len(seq.tokens))] = logits[row].clone()
             return inner(seqs, logits)
 
-        engine._output.advance = advance  # pyright: ignore
+        engine._output.advance = advance
 
     def stream(self, tokens: list[int], max_tokens: int = 8, **options: Any) -> AsyncIterator[Delta]:
         self._count += 1
         request = {
-            name: options.pop(name)
-            for name in ("id", "priority", "reuse", "caller")
-            if name in options
+            name: options.pop(name) for name in ("id", "priority", "reuse", "caller") if name in options
         }
         request.setdefault("id", f"r{self._count}")
         options.setdefault("temperature", 0.0)
@@ -93,7 +91,9 @@ class Bench:
                 if pool.idle_count == pool.block_count:
                     return
             await asyncio.sleep(0.01)
-        raise AssertionError(f"vram blocks still held: {self.engine._pool.block_count - self.engine._pool.idle_count}")
+        raise AssertionError(
+            f"vram blocks still held: {self.engine._pool.block_count - self.engine._pool.idle_count}"
+        )
 
 
 @pytest.fixture(scope="session")
@@ -128,7 +128,11 @@ def bench(tiny: Path, tmp_path: Path) -> Iterator[Callable[..., Bench]]:
             settings.setdefault("vram_bytes", "4MiB")
             settings.setdefault("batch_tokens", 64)
             engine = EmbeddedEngine.open(
-                EmbeddedConfig(threads=2, **settings), kv, folder=folder, cache_dir=tmp_path / "cache", sink=events.append
+                EmbeddedConfig(threads=2, **settings),
+                kv,
+                folder=folder,
+                cache_dir=tmp_path / "cache",
+                sink=events.append,
             )
             stack.callback(engine.stop)
             return Bench(engine, kv, events)

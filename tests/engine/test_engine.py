@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from workmem.core.errors import ClientError, ContextTooLong, EngineError, InvariantError, QueueFull
 from workmem.core.events import RequestFinished, RequestPreempted
 from workmem.core.generation import Caller
+from workmem.core.keys import block_keys
 from workmem.core.outcomes import MissReason
 from workmem.testing.tiny_models import KINDS, build_model
 
@@ -35,8 +37,10 @@ def agrees(reference: torch.Tensor, token: int, epsilon: float) -> bool:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_greedy_tokens_are_those_of_the_plain_model(kind: str, dtype: str, bench: Make, tmp_path: Path) -> None:
-    folder = build_model(tmp_path / kind, kind)  # pyright: ignore
+def test_greedy_tokens_are_those_of_the_plain_model(
+    kind: str, dtype: str, bench: Make, tmp_path: Path
+) -> None:
+    folder = build_model(tmp_path / kind, kind)
     world = bench(folder=folder, dtype=dtype)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokens = prompt(75, seed=3)
@@ -156,7 +160,9 @@ def test_a_context_that_no_tier_can_hold_is_refused_with_both_sizes(bench: Make)
     world = bench(vram_bytes="200KiB", batch_tokens=32, dtype="fp32", store=False)
 
     async def run() -> None:
-        with pytest.raises(ContextTooLong, match=r"needs 4\d\d tokens of KV; vram holds \d+ and dram holds 0 tokens"):
+        with pytest.raises(
+            ContextTooLong, match=r"needs 4\d\d tokens of KV; vram holds \d+ and dram holds 0 tokens"
+        ):
             await world.ask(prompt(400), 40)
 
     asyncio.run(run())
@@ -172,14 +178,10 @@ def test_a_corrupt_page_is_recomputed_not_served(bench: Make) -> None:
         await world.engine.drop_vram()
         assert world.store is not None
         root = world.engine._root("")
-        from workmem.core.keys import block_keys
-
         keys = block_keys(root, tokens, 16)
         lease = world.store.lease(root, keys, owner="saboteur", ttl_s=60)
         address = lease.page_address(3)
         lease.release()
-        import ctypes
-
         ctypes.memset(address + 5, 0x41, 3)
         got = await world.ask(tokens)
         assert got.tokens == expected.tokens
@@ -198,9 +200,12 @@ def test_a_client_that_leaves_frees_its_blocks_at_once(bench: Make) -> None:
         stream = world.stream(prompt(30), 400)
         async for _ in stream:
             break
-        await stream.aclose()  # pyright: ignore
+        await stream.aclose()
         await world.idle()
-        assert any(isinstance(event, RequestFinished) and event.finish_reason == "cancelled" for event in world.events)
+        assert any(
+            isinstance(event, RequestFinished) and event.finish_reason == "cancelled"
+            for event in world.events
+        )
         waiting = asyncio.create_task(world.ask(prompt(30, 1), 400))
         await asyncio.sleep(0.05)
         waiting.cancel()
@@ -234,7 +239,7 @@ def test_priority_overtakes_and_the_victim_answers_the_same(bench: Make) -> None
     async def run() -> None:
         expected = await alone.ask(prompt(60), 100)
         low = asyncio.create_task(world.ask(prompt(60), 100, priority=5))
-        while not world.engine._scheduler.running:
+        while not world.engine._scheduler.running:  # noqa: ASYNC110 - the engine runs on its own thread
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.05)
         high = await world.ask(prompt(60, 1), 60, priority=0)
@@ -272,9 +277,9 @@ def test_a_failed_step_fails_its_requests_and_the_engine_goes_on(bench: Make) ->
         calls[0] += 1
         if calls[0] == 1:
             raise RuntimeError("device fell off")
-        return inner(work)  # pyright: ignore
+        return inner(work)
 
-    world.engine._runner.run = run_once_broken  # pyright: ignore
+    world.engine._runner.run = run_once_broken
 
     async def run() -> None:
         with pytest.raises(EngineError, match="device fell off"):
@@ -294,7 +299,7 @@ def test_our_own_bug_switches_the_cache_off_and_serving_goes_on(bench: Make) -> 
         def broken(*_: object) -> bool:
             raise InvariantError("ledger is off by one")
 
-        world.engine._pool.name = broken  # pyright: ignore
+        world.engine._pool.name = broken
         with pytest.raises(EngineError, match="switched off"):
             await world.ask(prompt(60, 1))
         assert world.engine.gauges()["reuse_disabled"] == 1
@@ -322,7 +327,9 @@ def test_a_model_changed_between_two_starts_never_hits(bench: Make, tmp_path: Pa
     assert asyncio.run(run(0)) != before
 
 
-def test_two_models_share_one_store_and_never_each_others_blocks(bench: Make, tiny: Path, tmp_path: Path) -> None:
+def test_two_models_share_one_store_and_never_each_others_blocks(
+    bench: Make, tiny: Path, tmp_path: Path
+) -> None:
     other = build_model(tmp_path / "other", "qwen3", seed=5)
     a = bench()
     b = bench(folder=other, store=a.store)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -40,6 +38,10 @@ class NoStore:
         pass
 
 
+def ignore(_: object) -> None:
+    """The client of these requests does not look."""
+
+
 class World:
     """A scheduler and the little that drives it: computing is booking, sampling is appending a token."""
 
@@ -59,10 +61,9 @@ class World:
 
     def add(self, name: str, tokens: list[int], max_tokens: int, *, priority: int = 0) -> Sequence:
         request = GenerateRequest(id=name, token_ids=tokens, sampling=SamplingParams(), priority=priority)
-        emit: Callable[[object], None] = lambda _: None
         self.now += 1
         seq = Sequence(
-            request, root=b"r" * 32, block_tokens=BLOCK, max_tokens=max_tokens, arrived=self.now, emit=emit
+            request, root=b"r" * 32, block_tokens=BLOCK, max_tokens=max_tokens, arrived=self.now, emit=ignore
         )
         self.scheduler.add(seq)
         return seq

@@ -1,0 +1,1 @@
+"""Engines that compute: one folder per upstream."""

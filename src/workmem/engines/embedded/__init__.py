@@ -1,0 +1,1 @@
+"""The embedded engine: PyTorch, `transformers` model definitions, our own paged KV. See `engine`."""

@@ -23,7 +23,9 @@ class Limits:
     block_tokens: int
 
     @classmethod
-    def of(cls, config: EmbeddedConfig, loaded: LoadedModel, *, block_count: int, store: KVStore | None) -> Limits:
+    def of(
+        cls, config: EmbeddedConfig, loaded: LoadedModel, *, block_count: int, store: KVStore | None
+    ) -> Limits:
         """The limits of an engine with a vram pool of `block_count` blocks over `store`."""
         layout = loaded.layout
         dram = store.dram_capacity_bytes() // layout.page_bytes if store is not None else 0
@@ -44,7 +46,9 @@ def check(request: GenerateRequest, limits: Limits) -> int:
         raise ClientError("the prompt is empty: send at least one token", param="prompt")
     worst = max(request.token_ids)
     if worst >= limits.vocabulary or min(request.token_ids) < 0:
-        raise ClientError(f"token id {worst} is outside the vocabulary of {limits.vocabulary}", param="prompt")
+        raise ClientError(
+            f"token id {worst} is outside the vocabulary of {limits.vocabulary}", param="prompt"
+        )
     if prompt >= limits.max_context:
         raise ContextTooLong(
             f"the prompt has {prompt} tokens and the model's context is {limits.max_context}: "
@@ -72,8 +76,10 @@ def _check_pool(request: GenerateRequest, total: int, limits: Limits) -> None:
         return
     if request.reuse and total <= limits.dram_tokens:
         return
-    why = "reuse is off for this request, so it may not be kept in dram" if not request.reuse else (
-        f"dram holds {limits.dram_tokens} tokens"
+    why = (
+        "reuse is off for this request, so it may not be kept in dram"
+        if not request.reuse
+        else (f"dram holds {limits.dram_tokens} tokens")
     )
     raise ContextTooLong(
         f"the request needs {total} tokens of KV; vram holds {limits.vram_tokens} and {why}: "

@@ -11,7 +11,8 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence as Seq
+from collections.abc import AsyncIterator, Callable
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,11 @@ class EmbeddedEngine:
         self._limits = Limits.of(config, loaded, block_count=blocks, store=store)
         max_context = self._limits.max_context
         self.info = ModelInfo(
-            name=name, fingerprint=loaded.fingerprint, max_context=max_context, dtype=config.dtype, created=int(clock.wall())
+            name=name,
+            fingerprint=loaded.fingerprint,
+            max_context=max_context,
+            dtype=config.dtype,
+            created=int(clock.wall()),
         )
         self._roots: dict[str, bytes] = {}
         self._reuse_off = False
@@ -111,7 +116,9 @@ class EmbeddedEngine:
     ) -> EmbeddedEngine:
         """Load the model in `folder` and start. Blocks for seconds; raises ConfigError."""
         if config.deterministic and config.dtype != "fp32":
-            raise ConfigError("$.engine.deterministic: needs $.engine.dtype = 'fp32'; bf16 sums depend on their split")
+            raise ConfigError(
+                "$.engine.deterministic: needs $.engine.dtype = 'fp32'; bf16 sums depend on their split"
+            )
         if config.threads:
             torch.set_num_threads(config.threads)
         attention.register()
@@ -128,7 +135,16 @@ class EmbeddedEngine:
             raise ConfigError(f"$.engine.deterministic: works on cpu only, not on {loaded.device}")
         tokenizer = ModelTokenizer(folder)
         name = config.served_name or folder.name
-        return cls(config, loaded, tokenizer, store, name=name, sink=sink, clock=clock or SystemClock(), cache_dir=cache_dir)
+        return cls(
+            config,
+            loaded,
+            tokenizer,
+            store,
+            name=name,
+            sink=sink,
+            clock=clock or SystemClock(),
+            cache_dir=cache_dir,
+        )
 
     # --- the asyncio face ---
 
@@ -157,7 +173,10 @@ class EmbeddedEngine:
         grammar = None
         if request.sampling.json_schema is not None:
             grammar = await asyncio.to_thread(
-                Grammar.compile, request.sampling.json_schema, self._tokenizer, vocabulary=self._loaded.vocabulary
+                Grammar.compile,
+                request.sampling.json_schema,
+                self._tokenizer,
+                vocabulary=self._loaded.vocabulary,
             )
         loop = asyncio.get_running_loop()
         deltas: asyncio.Queue[Delta | BaseException] = asyncio.Queue()
@@ -252,9 +271,11 @@ class EmbeddedEngine:
                 _LOG.exception("bug in the cache: it is switched off, the engine goes on without it")
                 self._reset()
                 continue
-            except Exception as error:  # thread main: one bad step must not end the engine
+            except Exception as error:  # noqa: BLE001 - thread main: one bad step must not end the engine
                 _LOG.exception("engine step failed")
-                self._fail_running(EngineError(f"the engine failed this step: {type(error).__name__}: {error}"))
+                self._fail_running(
+                    EngineError(f"the engine failed this step: {type(error).__name__}: {error}")
+                )
                 continue
             if not busy:
                 self._sleep()
@@ -323,14 +344,18 @@ class EmbeddedEngine:
         self._build_ledgers()
         for seq in stranded:
             seq.phase = Phase.DONE
-            seq.emit(EngineError("the cache met a bug of its own and was switched off; send the request again"))
+            seq.emit(
+                EngineError("the cache met a bug of its own and was switched off; send the request again")
+            )
 
     def _build_ledgers(self) -> None:
         layout = self._loaded.layout
         store = None if self._reuse_off else self._store
         self._pool = BlockPool(self._pages.tensor.shape[0], self._sink)
         self._saver = PageSaver(store, self._pool, self._pages, post=self._post)
-        self._restorer = Restorer(store, self._pool, self._loader, wake=self._wake, monotonic=self._clock.monotonic)
+        self._restorer = Restorer(
+            store, self._pool, self._loader, wake=self._wake, monotonic=self._clock.monotonic
+        )
         self._scheduler = Scheduler(
             self._pool,
             self._restorer,
@@ -359,12 +384,18 @@ class EmbeddedEngine:
         """Until something arrives; briefly where a running request waits for a save of its own."""
         with self._ready:
             if not self._inbox and not self._stopping:
-                self._ready.wait(_SPILL_POLL_SECONDS if self._scheduler.running or self._scheduler.waiting else _IDLE_SECONDS)
+                self._ready.wait(
+                    _SPILL_POLL_SECONDS
+                    if self._scheduler.running or self._scheduler.waiting
+                    else _IDLE_SECONDS
+                )
 
     def _root(self, tenant: str) -> bytes:
         root = self._roots.get(tenant)
         if root is None:
-            space = Namespace(model_fingerprint=self._loaded.fingerprint, layout=self._loaded.layout, tenant_salt=tenant)
+            space = Namespace(
+                model_fingerprint=self._loaded.fingerprint, layout=self._loaded.layout, tenant_salt=tenant
+            )
             root = self._store.register(space) if self._store is not None else space.root()
             self._roots[tenant] = root
         return root

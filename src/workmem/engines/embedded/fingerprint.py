@@ -91,7 +91,7 @@ def identify(model: Path, *, cache_folder: Path | None = None) -> Identity:
     files = weight_files(model)
     known = _read_side_file(cache_folder)
     with ThreadPoolExecutor(_HASH_THREADS) as pool:
-        results = list(pool.map(lambda file: _file_digest(file, known), files))
+        results = list(pool.map(_file_digest, files, [known] * len(files)))
     if cache_folder is not None and any(known.get(key) != entry for key, entry in results):
         _write_side_file(cache_folder, known | dict(results))
     weights = hashlib.sha256(b"workmem.weights.1\0")

@@ -19,7 +19,7 @@ except ImportError:  # An optional extra; a request that needs it is told so.
 
 _PARAM = "response_format"
 # Models that are led into JSON like to fill it with blank lines for ever; this leaves room for indentation.
-_WHITESPACE = {"whitespace_pattern": r"[\x20\x0A]{1,24}"}
+_WHITESPACE: Any = {"whitespace_pattern": r"[\x20\x0A]{1,24}"}
 
 
 class Grammar:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import nn
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -82,7 +83,8 @@ def load(
         raise _broken(folder, error) from error
     model = _weights(folder, source, config, dtype, attn_implementation)
     compute_dtype = _compute_dtype(place, dtype)
-    model = model.to(device=place, dtype=compute_dtype).eval().requires_grad_(requires_grad=False)
+    nn.Module.to(model, device=place, dtype=compute_dtype)
+    model.eval().requires_grad_(requires_grad=False)
     if arithmetic == "fast":
         notes += fuse.fuse(model)
         if place.type == "cpu" and dtype == "bf16" and compute_dtype == torch.float32:
@@ -202,7 +204,7 @@ def _weights(
 ) -> PreTrainedModel:
     transformers_logging.disable_progress_bar()
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             **source,
             config=config,
             dtype=torch.bfloat16 if dtype == "bf16" else torch.float32,
@@ -213,6 +215,7 @@ def _weights(
     except (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
         raise _broken(folder, error) from error
     # transformers fills what a checkpoint lacks with random numbers and goes on.
+    model, report = loaded
     missing = sorted(report["missing_keys"])
     if missing:
         raise ConfigError(

@@ -119,7 +119,7 @@ class PageLoader:
             start, end = layout.slice_span(slice_index)
             for i in range(usable):
                 copy = self._pages.copy_in(gate.blocks[i], (start, end), sources[i][start:end])
-                if xxhash.xxh3_64_intdigest(copy) != wanted[i][slice_index]:
+                if xxhash.xxh3_64_intdigest(copy.data) != wanted[i][slice_index]:
                     gate.lease.quarantine(gate.first + i)
                     self.counters.corrupt += 1
                     usable = i

@@ -108,7 +108,9 @@ class OutputWriter:
             Delta(
                 text=text,
                 token_ids=(picked.token_id,) if is_output else (),
-                logprobs=(self._logprob(picked),) if seq.request.sampling.logprobs is not None and is_output else (),
+                logprobs=(self._logprob(picked),)
+                if seq.request.sampling.logprobs is not None and is_output
+                else (),
                 finish_reason=reason,
                 usage=self._usage(seq) if ended else None,
             )
@@ -121,7 +123,7 @@ class OutputWriter:
         return TokenLogprob(
             picked.token_id,
             name(picked.token_id),
-            picked.logprob,
+            picked.logprob if picked.logprob is not None else 0.0,
             tuple((token, name(token), logprob) for token, logprob in picked.top),
         )
 

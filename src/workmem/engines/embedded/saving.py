@@ -18,7 +18,12 @@ class PageSaver:
     """Owned by the engine thread; `post` brings a store thread's answer back to it."""
 
     def __init__(
-        self, store: KVStore | None, pool: BlockPool, pages: KVPages, *, post: Callable[[Callable[[], None]], None]
+        self,
+        store: KVStore | None,
+        pool: BlockPool,
+        pages: KVPages,
+        *,
+        post: Callable[[Callable[[], None]], None],
     ) -> None:
         self._store = store
         self._pool = pool
@@ -40,7 +45,10 @@ class PageSaver:
             writes.append(
                 PageWrite(
                     block=BlockId(
-                        key=seq.keys[index], parent=seq.parent_of(index), tokens=seq.block_of_tokens(index), depth=index
+                        key=seq.keys[index],
+                        parent=seq.parent_of(index),
+                        tokens=seq.block_of_tokens(index),
+                        depth=index,
                     ),
                     copy_into=functools.partial(self._pages.copy_out, block),
                     done=functools.partial(self._saved, block),

@@ -38,7 +38,7 @@ class SmallRowsLinear(nn.Module):
     def __init__(self, linear: nn.Linear, rows_max: int) -> None:
         super().__init__()
         self.weight = linear.weight
-        self.bias = linear.bias
+        self.bias: nn.Parameter | None = linear.bias
         self.rows_max = rows_max
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.register_buffer("twin", linear.weight.detach().bfloat16(), persistent=False)

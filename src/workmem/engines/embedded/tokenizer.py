@@ -98,10 +98,11 @@ class ModelTokenizer:
     def _apply(
         self, template: str, chat: list[dict[str, Any]], tools: list[dict[str, Any]], kwargs: dict[str, Any]
     ) -> str:
+        given: Any = tools or None
         try:
-            return self.hf.apply_chat_template(
+            rendered: Any = self.hf.apply_chat_template(
                 chat,
-                tools=tools or None,
+                tools=given,
                 chat_template=template,
                 tokenize=False,
                 add_generation_prompt=True,
@@ -112,6 +113,7 @@ class ModelTokenizer:
             raise ClientError(
                 f"The model's chat template refuses the messages: {error}", param="messages"
             ) from error
+        return rendered
 
     def _mark(
         self,
@@ -199,8 +201,9 @@ def _eos_ids(folder: Path, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]
         if file.is_file():
             value: Any = json.loads(file.read_bytes()).get("eos_token_id")
             found.update(value if isinstance(value, list) else [] if value is None else [value])
-    if tokenizer.eos_token_id is not None:
-        found.add(tokenizer.eos_token_id)
+    own: Any = tokenizer.eos_token_id
+    if own is not None:
+        found.add(own)
     for token in END_OF_TURN_TOKENS:
         number = tokenizer.backend_tokenizer.token_to_id(token)
         if number is not None:

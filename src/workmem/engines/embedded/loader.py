@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
 from safetensors import SafetensorError
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 

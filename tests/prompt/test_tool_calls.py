@@ -164,6 +164,8 @@ def test_any_split_gives_the_same_result(text, data):
 
 
 @given(st.lists(FRAGMENT, max_size=8).map("".join))
+@example('{"name": "search"}<|python_tag|>{"name": "other", "arguments": {}}')
+@example('<|python_tag|>{"name": "other"}[TOOL_CALLS]search{}')
 def test_one_character_at_a_time_gives_the_same_result(text):
     parser = ToolCallParser(NAMES)
     found = [item for char in text for item in parser.feed(char)] + parser.finish()

@@ -150,8 +150,10 @@ def request_id_of(given: str) -> str:
 
 
 async def _discard(receive: Receive, bytes_max: int) -> None:
-    """Read on for a moment: most clients look for an answer only after they have sent everything,
-    and closing on one that still sends would replace our answer by a broken connection.
+    """Read on for a moment.
+
+    Most clients look for an answer only after they have sent everything; closing on one that still
+    sends would replace our answer by a broken connection.
     """
     seen = 0
     with suppress(TimeoutError):

@@ -109,31 +109,31 @@ class Generation:
         """(choice, delta) as they come; None marks `keepalive_s` of silence."""
         for item in self._peeked:
             yield item
-        pending: asyncio.Task[tuple[int, Delta] | None] | None = None
-        try:
-            while True:
-                pending = pending or asyncio.create_task(self._next())
-                done, _ = await asyncio.wait({pending}, timeout=self._service.keepalive_s)
-                if not done:
-                    yield None
-                    continue
-                item, pending = pending.result(), None
-                if item is None:
-                    return
+        while self._running:
+            try:
+                async with asyncio.timeout(self._service.keepalive_s):
+                    entry = await self._queue.get()
+            except TimeoutError:
+                yield None
+                continue
+            item = self._settle(*entry)
+            if item is not None:
                 yield item
-        finally:
-            if pending is not None:
-                pending.cancel()
 
     async def _next(self) -> tuple[int, Delta] | None:
         """The next delta of any choice; None after the last. Raises what a choice failed with."""
         while self._running:
-            index, item = await self._queue.get()
-            if isinstance(item, Delta):
-                return index, item
-            self._running -= 1
-            if item.error is not None:
-                raise item.error
+            item = self._settle(*await self._queue.get())
+            if item is not None:
+                return item
+        return None
+
+    def _settle(self, index: int, item: Delta | _Ended) -> tuple[int, Delta] | None:
+        if isinstance(item, Delta):
+            return index, item
+        self._running -= 1
+        if item.error is not None:
+            raise item.error
         return None
 
     async def _pump(self, index: int, request: GenerateRequest) -> None:

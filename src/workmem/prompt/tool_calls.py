@@ -113,6 +113,8 @@ class ToolCallParser:
         self._buffer = ""
         self._mode = "start"
         self._after_call = False
+        self._mark = ""
+        """The marker at the start of the buffer, in a mode that begins with one."""
         self._scan: JsonScan | None = None
         self._space = ""
         """White space held back until it is known whether a call follows it."""
@@ -187,7 +189,7 @@ class ToolCallParser:
         return found.group(1) not in _CALL_KEYS if found else body[0] != '"'
 
     def _calls(self, calls: list[ParsedCall]) -> Iterator[Piece]:
-        self._after_call, self._space = True, ""
+        self._after_call, self._space, self._mark = True, "", ""
         yield from calls
 
     def _text(self, text: str) -> Iterator[Piece]:
@@ -209,6 +211,7 @@ class ToolCallParser:
             text, self._buffer = self._buffer[:at], self._buffer[at:]
             yield from self._text(text)
             self._mode = "mark" if mark == OPEN else "tag" if mark == PYTHON_TAG else "list"
+            self._mark = mark
             return
         keep = 0 if is_last else self._partial_marker()
         cut = len(self._buffer) - keep
@@ -256,7 +259,7 @@ class ToolCallParser:
 
     def _in_list(self, *, is_last: bool) -> Iterator[Piece]:
         """After a marker or a bare call: more calls, separated by `;`, `,` or space, until text."""
-        mark = next((mark for mark in (PYTHON_TAG, TOOL_CALLS) if self._buffer.startswith(mark)), "")
+        mark = self._mark
         head = self._buffer[len(mark) :].lstrip("" if mark else " \t\r\n;,")
         body = head.lstrip()
         if not body:
@@ -267,7 +270,7 @@ class ToolCallParser:
         name, named = "", _NAMED.match(body) if self._mode == "list" else None
         if named:
             name, start = named.group(1), start + named.end()
-        elif body[0] not in "{[" or (not mark and body.startswith(TOOL_CALLS)):
+        elif body[0] not in "{[" or body.startswith(TOOL_CALLS):
             if not is_last and self._may_become_list_item(body):
                 return
             yield from self._leave_list(mark)
@@ -292,7 +295,7 @@ class ToolCallParser:
         return re.fullmatch(r"[\w.:-]{1,256}(\[[A-Z_]*(\][\w-]*)?)*\s*", body) is not None
 
     def _leave_list(self, mark: str) -> Iterator[Piece]:
-        self._mode = "text"
+        self._mode, self._mark = "text", ""
         if mark:
             yield from self._give_up(len(mark))
 

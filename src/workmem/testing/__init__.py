@@ -1,0 +1,1 @@
+"""For tests, here and elsewhere: fakes, builders, fault devices, and servers on free ports."""

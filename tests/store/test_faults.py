@@ -221,3 +221,37 @@ def test_frame_padding_carries_nothing_of_a_former_page(kit):
     raw = file.read_bytes()[-8192:]
     assert raw[:8] == b"WMPAGE\x00\x01"
     assert raw[4096 + size :] == bytes(4096 - size)
+
+
+def test_tripped_tier_with_nothing_to_write_stays_tripped_until_the_disk_is_well(kit, plan):
+    store = kit.open(ssd="16MiB", dram="64KiB", device=FaultyDevice(plan), retry_s=0.2)
+    plan.writes_fail = errno.EIO
+    chain = Chain(namespace(), 2)
+    chain.save(store)
+    wait_for(lambda: kit.of(TierStateChanged))
+    lease = store.lease(chain.root, chain.keys, owner="t", ttl_s=10)
+    lease.quarantine(0)
+    lease.quarantine(1)
+    lease.release()
+    time.sleep(0.8)
+    assert [event.state for event in kit.of(TierStateChanged)] == ["error"]
+    plan.writes_fail = 0
+    wait_for(lambda: len(kit.of(TierStateChanged)) == 2)
+    chain.save(store)
+    assert store.gauges()["store_ssd_pages"] == 2
+
+
+def test_disk_that_cannot_be_opened_leaves_dram_to_serve(kit, plan):
+    store = kit.open()
+    Chain(namespace(), 2).save(store)
+    store.close()
+    plan.fail_at = 1
+    again = kit.open(device=FaultyDevice(plan))
+    assert [event.state for event in kit.of(TierStateChanged)] == ["error"]
+    chain = Chain(namespace(), 2)
+    assert chain.save(again) == [SaveState.STORED] * 2
+    assert read_all(again, chain.root, chain.keys) == 2
+    again.close()
+    third = kit.open()
+    third.register(chain.space)
+    assert third.lookup(chain.root, chain.keys).blocks == 2

@@ -91,7 +91,7 @@ class SsdIndex:
         with self._state.outbox:
             for position, job in enumerate(jobs):
                 if extents is not None:
-                    self._place(job.record, extents[position])
+                    self._admit(job.record, extents[position])
                 self._state.write_ended(job.record)
             self._state.writes_in_flight -= len(jobs)
             self._state.unpin([job.frame for job in jobs])
@@ -220,25 +220,28 @@ class SsdIndex:
 
     # -- inside the lock
 
-    def _place(self, record: Record, extent: Extent) -> None:
+    def _admit(self, record: Record, extent: Extent) -> None:
         space = record.space
-        assert record.extent is None
         if space.records.get(record.key) is not record:
             # It left while it was written: what the journal now says of it must be struck out.
             self._deletes.append(DeleteEntry(space.number, record.key))
             return
+        self._place(record, extent)
+        self._state.counts["ssd_written_bytes"] += extent.length
+        self._state.outbox.tell(
+            BlockAdmitted(tier=TierName.SSD, key=record.key.hex()[:16], page_bytes=space.layout.page_bytes)
+        )
+
+    def _place(self, record: Record, extent: Extent) -> None:
+        assert record.extent is None
         record.extent = extent
         extent.segment.records.add(record)
         extent.segment.live_bytes += extent.length
         self.live_bytes += extent.length
         self.page_count += 1
-        number = space.number
+        number = record.space.number
         record.ssd_node = self.order.insert(
             record, (number, record.key), (number, record.parent), extent.length
-        )
-        self._state.counts["ssd_written_bytes"] += extent.length
-        self._state.outbox.tell(
-            BlockAdmitted(tier=TierName.SSD, key=record.key.hex()[:16], page_bytes=space.layout.page_bytes)
         )
 
     def _unplace(self, record: Record) -> None:

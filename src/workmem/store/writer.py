@@ -62,20 +62,19 @@ class WriterThread:
         self._work(jobs)
 
     def _work(self, jobs: list[WriteJob]) -> None:
+        unsettled = jobs
         try:
-            extents = self._tier.write(jobs) if jobs else None
-        except OSError as error:
-            self._failed(jobs, error)
-            return
-        except Exception as error:  # thread main: the tier is left alone, serving goes on from dram
-            log.exception("the ssd writer met a bug of ours")
-            self._failed(jobs, error)
-            return
-        self._tier.index.settle(jobs, extents)
-        try:
+            if jobs:
+                extents = self._tier.write(jobs)
+                unsettled = []
+                self._tier.index.settle(jobs, extents)
+            elif self._breaker.writes_open:
+                self._tier.probe()
             self._tier.tend()
-        except OSError as error:
-            self._failed([], error)
+        except Exception as error:  # thread main: the tier is left alone, serving goes on from dram
+            if not isinstance(error, OSError):
+                log.exception("the ssd writer met a bug of ours")
+            self._failed(unsettled, error)
             return
         if self._breaker.write_worked():
             self._pool.state.wants_writes = True

@@ -187,6 +187,10 @@ class SsdTier:
             if segment.is_sealed and not segment.records:
                 self._remove(segment)
 
+    def probe(self) -> None:
+        """Write something that does no harm. Raises OSError while the disk refuses."""
+        self._announce_all()
+
     def close(self) -> None:
         """Let go of all files."""
         for segment in self.index.segments.values():

@@ -1,0 +1,146 @@
+"""Several threads on one store under pressure, and what happens without anybody calling."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import pytest
+
+from workmem.core.errors import CapacityError, ConfigError
+from workmem.core.events import BlockPromoted
+from workmem.core.outcomes import MissReason
+from workmem.store.arena import Arena
+from workmem.testing.faulty_device import FaultPlan, FaultyDevice
+from workmem.testing.pages import SLICED, Chain, namespace, page_bytes, read_all, settle
+
+pytestmark = pytest.mark.timeout(60)
+
+CHAINS = [Chain(namespace("small"), 6, seed=seed) for seed in range(12)]
+CHAINS += [Chain(namespace("sliced", SLICED), 2, seed=seed) for seed in range(4)]
+
+
+class Worker(threading.Thread):
+    """Saves, leases, reads and now and then quarantines, until a time."""
+
+    def __init__(self, store, seed: int, until: float) -> None:
+        super().__init__()
+        self.store = store
+        self.rng = random.Random(seed)
+        self.until = until
+        self.read = 0
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            while time.monotonic() < self.until:
+                chain = self.rng.choice(CHAINS)
+                if self.rng.random() < 0.4:
+                    self.store.save(chain.root, chain.writes())
+                else:
+                    self.look(chain)
+        except Exception as error:  # noqa: BLE001  # told to the test, which fails with it
+            self.error = error
+
+    def look(self, chain: Chain) -> None:
+        try:
+            lease = self.store.lease(chain.root, chain.keys, owner=self.name, ttl_s=30)
+        except CapacityError:
+            return
+        settle(lease)
+        for index in range(lease.ready):
+            assert lease.page(index) == page_bytes(chain.keys[index], lease.layout)
+            self.read += 1
+        if lease.ready and self.rng.random() < 0.05:
+            lease.quarantine(self.rng.randrange(lease.ready))
+        lease.release()
+
+
+def test_savers_readers_and_quarantines_at_once(kit):
+    store = kit.open(dram="1MiB", ssd="3MiB", readers=2)
+    for chain in CHAINS:
+        store.register(chain.space)
+    workers = [Worker(store, seed, time.monotonic() + 2.5) for seed in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert [worker.error for worker in workers] == [None] * 3
+    assert sum(worker.read for worker in workers) > 100
+    assert store.flush(20)
+    store.audit()
+    gauges = store.gauges()
+    assert gauges["store_dram_quarantined_bytes"] == 0
+    assert gauges["store_quarantines_total"] > 0
+    assert gauges["store_dram_evictions_total"] > 0
+
+
+def test_lease_of_a_holder_that_vanished_ends_without_anybody_calling(kit):
+    store = kit.open(ssd=0)
+    chain = Chain(namespace(), 3)
+    chain.save(store)
+    store.lease(chain.root, chain.keys, owner="vanished", ttl_s=0.2)
+    until = time.monotonic() + 5
+    while store.gauges()["store_leases_expired_total"] == 0:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    assert "store.lease.ttl" in kit.names()
+
+
+def test_lease_that_expires_before_it_settles_calls_back(kit, hand_clock):
+    chain = Chain(namespace(), 3)
+    store = kit.open()
+    chain.save(store)
+    store.close()
+    plan = FaultPlan()
+    again = kit.open(clock=hand_clock, device=FaultyDevice(plan), readers=1)
+    again.register(chain.space)
+    gate = threading.Event()
+    plan.before_read = lambda _path, _offset: gate.wait(20) and None
+    lease = again.lease(chain.root, chain.keys, owner="t", ttl_s=5)
+    told = threading.Event()
+    lease.on_settled(told.set)
+    assert not told.is_set()
+    hand_clock.now += 6
+    assert told.wait(5)
+    assert (lease.ready, lease.failed) == (0, MissReason.EXPIRED)
+    lease.release()
+    gate.set()
+    assert read_all(again, chain.root, chain.keys) == 3
+
+
+def test_promotions_are_events_with_their_time(kit):
+    store = kit.open()
+    chain = Chain(namespace(), 9)
+    chain.save(store)
+    store.close()
+    again = kit.open()
+    again.register(chain.space)
+    lease = again.lease(chain.root, chain.keys, owner="t", ttl_s=10)
+    settle(lease)
+    lease.release()
+    again.close()
+    assert sum(event.blocks for event in kit.of(BlockPromoted)) == 9
+    assert all(event.seconds >= 0 for event in kit.of(BlockPromoted))
+
+
+def test_arena_on_a_file_is_shared_memory_with_one_owner(tmp_path):
+    arena = Arena(64 * 1024, str(tmp_path / "arena"))
+    arena.warm(64 * 1024, 64 * 1024)
+    arena.writable(4096, 5)[:] = b"bytes"
+    assert (tmp_path / "arena").read_bytes()[4096:4101] == b"bytes"
+    with pytest.raises(ConfigError, match="in use"):
+        Arena(64 * 1024, str(tmp_path / "arena"))
+    arena.close()
+    with pytest.raises(ConfigError, match=r"\$\.store\.dram\.bytes"):
+        Arena(100)
+
+
+def test_warming_leaves_bytes_alone():
+    arena = Arena(8 * 2**20)
+    arena.writable(5 * 2**20, 3)[:] = b"abc"
+    for _ in range(10):
+        arena.warm(8 * 2**20, 2**20)
+    assert bytes(arena.readable(5 * 2**20, 3)) == b"abc"
+    arena.close()

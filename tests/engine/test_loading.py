@@ -1,0 +1,179 @@
+"""Loads hide behind compute and saves behind everything: shown by order and counts, not by clocks."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from workmem.core.keys import BlockKey
+from workmem.core.layout import Namespace
+from workmem.core.outcomes import Lookup, MissReason
+from workmem.store.contract import Lease, PageWrite, SaveState
+from workmem.testing.tiny_models import build_model
+
+from .conftest import Bench
+
+Make = Callable[..., Bench]
+TOKENS = [random.Random(1).randrange(256) for _ in range(100)]
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose pages have four slices of two layers."""
+    return build_model(
+        tmp_path_factory.mktemp("wide") / "wide",
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=64,
+    )
+
+
+def test_layer_i_is_computed_while_layer_i_plus_1_arrives(
+    wide: Path, bench: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loader holds back each slice until the layers of the one before have been attended to.
+
+    If attention waited for whole pages this would never end; if it did not wait at all, tokens would differ.
+    """
+    world = bench(folder=wide, vram_bytes="32MiB")
+    layout = world.engine._loaded.layout
+    assert layout.slice_count == 4
+    attended = threading.Semaphore(0)
+
+    async def run() -> None:
+        expected = await world.ask(TOKENS)
+        await world.idle()
+        await world.engine.drop_vram()
+        inner_copy = world.engine._pages.copy_in
+        seen: set[int] = set()
+
+        def copy_in(block: int, span: tuple[int, int], source: np.ndarray) -> np.ndarray:
+            if span[0] not in seen:
+                seen.add(span[0])
+                if len(seen) > 1:
+                    assert attended.acquire(timeout=30), "attention waits for more than its own layer"
+            return inner_copy(block, span, source)
+
+        monkeypatch.setattr(world.engine._pages, "copy_in", copy_in)
+        inner_write = world.engine._pages.write
+
+        def write(layer: int, *rest: object) -> None:
+            inner_write(layer, *rest)
+            if (layer + 1) % layout.layers_per_slice == 0:
+                attended.release()
+
+        monkeypatch.setattr(world.engine._pages, "write", write)
+        got = await world.ask(TOKENS)
+        assert got.tokens == expected.tokens
+        assert got.sources()["dram"] == 96
+        gauges = world.engine.gauges()
+        assert gauges["load_slices_total"] == 4
+        assert gauges["load_slices_overlapped_total"] == 3
+
+    asyncio.run(run())
+
+
+class StuckLease:
+    """A lease whose pages are for ever on their way, until told otherwise."""
+
+    def __init__(self, keys: tuple[BlockKey, ...]) -> None:
+        self.keys = keys
+        self.ready = 0
+        self.failed: MissReason | None = None
+        self._callbacks: list[Callable[[], None]] = []
+        self.released = 0
+
+    def on_settled(self, callback: Callable[[], None]) -> None:
+        self._callbacks.append(callback)
+
+    def fail(self) -> None:
+        self.failed = MissReason.UNAVAILABLE
+        for callback in self._callbacks:
+            callback()
+
+    def release(self) -> None:
+        self.released += 1
+
+
+class SlowStore:
+    """A store that takes everything and finishes nothing by itself: a fault, not a substitute."""
+
+    def __init__(self) -> None:
+        self.queued: list[PageWrite] = []
+        self.leases: list[StuckLease] = []
+        self.promise = 0
+
+    def register(self, namespace: Namespace) -> bytes:
+        return namespace.root()
+
+    def lookup(self, root: bytes, keys: Sequence[BlockKey]) -> Lookup:
+        count = min(self.promise, len(keys))
+        return Lookup(("ssd",) * count, None if count == len(keys) else MissReason.COLD)  # pyright: ignore[reportArgumentType]
+
+    def lease(self, root: bytes, keys: Sequence[BlockKey], *, owner: str, ttl_s: float) -> Lease:
+        self.promise = 0
+        lease = StuckLease(tuple(keys))
+        self.leases.append(lease)
+        return lease  # pyright: ignore[reportReturnType]
+
+    def save(self, root: bytes, pages: Sequence[PageWrite]) -> None:
+        self.queued += pages
+
+    def dram_capacity_bytes(self) -> int:
+        return 1 << 30
+
+    def flush(self, timeout_s: float) -> bool:
+        return True
+
+    def gauges(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def test_saving_never_delays_a_token(bench: Make) -> None:
+    """With a store that never finishes a save all tokens still come; the blocks stay held until it has."""
+    store = SlowStore()
+    world = bench(store=store)
+
+    async def run() -> None:
+        answer = await world.ask(TOKENS, 40)
+        assert len(answer.tokens) == 40
+        assert len(store.queued) == (100 + 39) // 16
+        pool = world.engine._pool
+        assert pool.block_count - pool.idle_count == len(store.queued)
+        for page in store.queued:
+            page.copy_into(memoryview(bytearray(world.engine._loaded.layout.page_bytes)))
+            page.done(SaveState.STORED)
+        await world.idle()
+
+    asyncio.run(run())
+
+
+def test_a_request_that_waits_for_its_pages_lets_others_compute(bench: Make) -> None:
+    store = SlowStore()
+    world = bench(store=store)
+
+    async def run() -> None:
+        store.promise = 3
+        waiting = asyncio.create_task(world.ask(TOKENS, 4))
+        while not store.leases:  # noqa: ASYNC110 - the engine runs on its own thread
+            await asyncio.sleep(0.001)
+        others = [await world.ask([seed] * 40, 4) for seed in range(3)]
+        assert all(other.reason == "length" for other in others)
+        assert not waiting.done()
+        store.leases[0].fail()
+        answer = await waiting
+        assert answer.cached == 0
+        assert answer.usage.sources[0].reason is MissReason.UNAVAILABLE
+        assert store.leases[0].released == 1
+
+    asyncio.run(run())

@@ -17,6 +17,7 @@ from workmem.core.generation import Engine
 from workmem.gateway.chat import chat_completions
 from workmem.gateway.completions import completions
 from workmem.gateway.config import ServerConfig
+from workmem.gateway.debug import drop_vram
 from workmem.gateway.exchange import Answer, Boundary, Endpoint, Exchange, state_of
 from workmem.gateway.explain import RequestLog, explain_request, list_requests
 from workmem.gateway.failures import Refusal, error_response, json_response
@@ -65,6 +66,7 @@ def build_app(
             ("/v1/completions", "POST", completions),
             ("/debug/requests", "GET", list_requests),
             ("/debug/requests/{id}", "GET", explain_request),
+            ("/debug/drop_vram", "POST", drop_vram),
         ],
         config=config,
         metrics=metrics,

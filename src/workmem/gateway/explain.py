@@ -99,16 +99,16 @@ def _may_see(exchange: Exchange, record: RequestRecord) -> bool:
 def _only_operators(request: Request) -> None:
     """Without keys, only this machine may look; with keys, the boundary has checked one."""
     keys: ApiKeys = state_of(request, "keys")
-    host = request.client.host if request.client else ""
-    if keys.is_required or _is_loopback(host):
+    if keys.is_required or is_local(request):
         return
     text = "Explanations are shown to this machine only, unless server.api_key_file is set."
     raise Refusal(403, text, code="forbidden")
 
 
-def _is_loopback(host: str) -> bool:
+def is_local(request: Request) -> bool:
+    """Whether the caller is on this machine."""
     try:
-        address = ipaddress.ip_address(host)
+        address = ipaddress.ip_address(request.client.host if request.client else "")
     except ValueError:
         return False
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None

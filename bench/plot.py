@@ -1,0 +1,113 @@
+"""Figures of result files: python bench/plot.py bench/results/engine-quick.json [...].
+
+Writes an SVG and a PNG beside each file. Needs matplotlib (extra "plots") and nothing else of ours.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+
+import matplotlib.pyplot as plt
+
+_COLOURS = ("#3b6ea5", "#8fb3d9", "#d1495b", "#5c946e", "#a3c9a8", "#8d6a9f")
+_SOURCES = ("cold", "vram", "dram", "ssd")
+_LABELS = {"cold": "computed", "vram": "vram hit", "dram": "dram hit", "ssd": "ssd hit after a restart"}
+
+
+def plot_engine(result: dict[str, Any]) -> plt.Figure:
+    """Tokens per second of each system, one panel for prefill and one for decode; whiskers span the rounds."""
+    names = list(result["systems"])
+    figure, panels = plt.subplots(2, 1, figsize=(9, 7), layout="constrained")
+    for panel, kind in zip(panels, ("prefill", "decode"), strict=True):
+        rows = [row for row in result["rows"] if row["kind"] == kind]
+        shapes = sorted({(row["prompt_tokens"], row["batch"]) for row in rows})
+        width = 0.8 / max(len(names), 1)
+        for position, name in enumerate(names):
+            found = {
+                (row["prompt_tokens"], row["batch"]): row["tokens_per_s"]
+                for row in rows
+                if row["system"] == name and "tokens_per_s" in row
+            }
+            places = [
+                i + (position - (len(names) - 1) / 2) * width for i, s in enumerate(shapes) if s in found
+            ]
+            _bars(
+                panel, places, [found[s] for s in shapes if s in found], width, name, _COLOURS[position % 6]
+            )
+        panel.set_xticks(range(len(shapes)), [f"{n} x {b}" for n, b in shapes])
+        panel.set_ylabel(f"{kind}, tokens/s")
+        panel.set_xlabel("prompt tokens x batch")
+    panels[0].legend(ncols=3, fontsize="small", frameon=False)
+    figure.suptitle(
+        f"{result['machine']['cpu']}, {result['machine']['cores']} cores; a missing bar is a skipped unit"
+    )
+    return figure
+
+
+def plot_restart(result: dict[str, Any]) -> plt.Figure:
+    """Time to first token by source for each prompt length, logarithmic; ticks mark the reach."""
+    rows = result["rows"]
+    figure, panel = plt.subplots(figsize=(9, 4.5), layout="constrained")
+    width = 0.2
+    for position, source in enumerate(_SOURCES):
+        offset = (position - 1.5) * width
+        found = [(i + offset, row["ttft_s"][source]) for i, row in enumerate(rows) if source in row["ttft_s"]]
+        label = _LABELS[source]
+        _bars(
+            panel,
+            [place for place, _ in found],
+            [value for _, value in found],
+            width,
+            label,
+            _COLOURS[position],
+        )
+        for i, row in enumerate(rows):
+            if source in row["reach"]:
+                bound = row["reach"][source]["bound_s"]
+                panel.plot([i + offset - width / 2, i + offset + width / 2], [bound, bound], color="black")
+    panel.set_yscale("log")
+    panel.set_ylabel("time to first token, s")
+    panel.set_xticks(range(len(rows)), [f"{row['prompt_tokens']} tokens" for row in rows])
+    panel.legend(ncols=4, fontsize="small", frameon=False, loc="upper left")
+    figure.suptitle(
+        f"{result['machine']['cpu']}, {result['machine']['cores']} cores; black lines are the reach"
+    )
+    return figure
+
+
+def _bars(
+    panel: Any, places: list[float], values: list[dict[str, float]], width: float, label: str, colour: str
+) -> None:
+    medians = [value["median"] for value in values]
+    below = [value["median"] - value["min"] for value in values]
+    above = [value["max"] - value["median"] for value in values]
+    errors = {"elinewidth": 1, "ecolor": "#444444"}
+    panel.bar(places, medians, width, yerr=(below, above), error_kw=errors, label=label, color=colour)
+
+
+_PLOTS: dict[str, Callable[[dict[str, Any]], plt.Figure]] = {"engine": plot_engine, "restart": plot_restart}
+
+
+def main() -> None:
+    # Without this two runs over the same numbers differ in the SVG's ids and date.
+    mpl.rcParams["svg.hashsalt"] = "workmem"
+    for name in sys.argv[1:]:
+        path = Path(name)
+        result = json.loads(path.read_text())
+        figure = _PLOTS[result["bench"]](result)
+        figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+        figure.savefig(path.with_suffix(".png"), dpi=120)
+        plt.close(figure)
+        print(f"{path.with_suffix('.svg')}  {path.with_suffix('.png')}")
+
+
+if __name__ == "__main__":
+    main()

@@ -129,21 +129,12 @@ class SsdIndex:
 
     # -- replay and moves
 
-    def restore(self, record: Record, extent: Extent) -> None:
-        """A page found by replay."""
+    def restore(self, pages: list[tuple[Record, Extent]]) -> None:
+        """Pages found by replay, the least recent first; no key twice."""
         with self._state.outbox:
-            old = record.space.records.setdefault(record.key, record)
-            if old.extent is not None:
-                self._unplace(old)
-            self._place(old, extent)
-
-    def forget(self, space: Space, key: bytes) -> None:
-        """A page that replay found struck out."""
-        with self._state.outbox:
-            record = space.records.get(key)  # pyright: ignore[reportArgumentType]  # a key as journaled
-            if record is not None and record.extent is not None:
-                self._unplace(record)
-                self._state.forget_if_gone(record, MissReason.EVICTED)
+            for record, extent in pages:
+                record.space.records[record.key] = record
+                self._place(record, extent)
 
     def move(self, record: Record, old: Extent, new: Extent) -> None:
         """Compaction wrote `record` again. If it left meanwhile, the new place is dead at once."""

@@ -33,7 +33,7 @@ _DELETE = struct.Struct("<BxHI32s")
 _REWRITE_RECORDS = 16384
 
 
-class NamespaceEntry(msgspec.Struct, frozen=True):
+class NamespaceEntry(msgspec.Struct, frozen=True, gc=False):
     """A namespace got a number."""
 
     number: int
@@ -41,7 +41,7 @@ class NamespaceEntry(msgspec.Struct, frozen=True):
     json: bytes
 
 
-class PutEntry(msgspec.Struct, frozen=True):
+class PutEntry(msgspec.Struct, frozen=True, gc=False):
     """A page became durable, or moved."""
 
     number: int
@@ -55,7 +55,7 @@ class PutEntry(msgspec.Struct, frozen=True):
     header_sum: int
 
 
-class DeleteEntry(msgspec.Struct, frozen=True):
+class DeleteEntry(msgspec.Struct, frozen=True, gc=False):
     """A page left the tier."""
 
     number: int

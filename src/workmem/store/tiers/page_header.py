@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from functools import lru_cache
 
 import msgspec
 import xxhash
@@ -34,11 +35,13 @@ class PageHeader(msgspec.Struct, frozen=True):
     checksums: tuple[int, ...]
 
 
+@lru_cache(maxsize=64)
 def layout_digest(layout: KVLayout) -> bytes:
     """32 bytes that differ wherever two layouts do."""
     return hashlib.sha256(msgspec.json.encode(layout, order="sorted")).digest()
 
 
+@lru_cache(maxsize=64)
 def header_bytes(layout: KVLayout) -> int:
     """Room a header takes on disk: whole memory pages."""
     return align(_FIXED.size + 4 * layout.block_tokens + 8 * layout.slice_count)

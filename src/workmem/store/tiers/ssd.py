@@ -7,6 +7,7 @@ order: data, sync, journal, sync, index (R2).
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import mmap
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import xxhash
 
 from workmem.core.errors import IntegrityError
 from workmem.core.events import BoundReached, EventSink
+from workmem.core.keys import BlockKey
 from workmem.core.layout import Namespace
 from workmem.core.outcomes import MissReason
 from workmem.store.device import Access, BlockDevice, DeviceFile, sync_folder
@@ -23,7 +25,7 @@ from workmem.store.pool import Pool
 from workmem.store.records import Record, Space
 from workmem.store.ssd_index import SsdIndex, WriteJob, namespace_entry, page_extent_bytes, put_entry
 from workmem.store.tiers.folder import StoreFolder
-from workmem.store.tiers.journal import DeleteEntry, Entry, Journal, NamespaceEntry, PutEntry
+from workmem.store.tiers.journal import Entry, Journal, NamespaceEntry, PutEntry
 from workmem.store.tiers.page_header import PageHeader, header_bytes, pack, unpack
 from workmem.store.tiers.segments import (
     SEGMENT_BYTES_MAX,
@@ -76,6 +78,16 @@ class SsdTier:
 
     def open(self) -> None:
         """Replay the journal. Time is proportional to it, not to the data."""
+        # A million new records make the collector walk the heap again and again, for nothing.
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            self._open()
+        finally:
+            if collecting:
+                gc.enable()
+
+    def _open(self) -> None:
         try:
             entries = self._journal.open()
         except IntegrityError as error:
@@ -117,27 +129,42 @@ class SsdTier:
 
     def _replay(self, entries: list[Entry]) -> None:
         spaces: dict[int, Space | None] = {}
+        live: dict[Space, dict[bytes, PutEntry]] = {}
         dropped = 0
         for entry in entries:
             if isinstance(entry, NamespaceEntry):
-                spaces[entry.number] = self._space_of(entry)
+                space = spaces[entry.number] = self._space_of(entry)
+                if space is not None:
+                    live.setdefault(space, {})
                 continue
             space = spaces.get(entry.number)
             if space is None:
                 dropped += isinstance(entry, PutEntry)
-            elif isinstance(entry, DeleteEntry):
-                self.index.forget(space, entry.key)
-            elif (segment := self.index.segments.get(entry.segment)) is None or not _fits(
-                entry, segment, space
-            ):
-                dropped += 1
-            else:
-                record = Record(space, entry.key, entry.parent, entry.depth)  # pyright: ignore[reportArgumentType]  # a key as journaled
-                self.index.restore(record, Extent(segment, entry.offset, entry.length, entry.header_sum))
-        self.index.take_deletes()
+                continue
+            puts = live[space]
+            # The last word on a key holds, and its place in line is that of the last word.
+            gone = puts.pop(entry.key, None)
+            if isinstance(entry, PutEntry):
+                puts[entry.key] = entry
+            elif gone is not None:
+                space.remember(BlockKey(entry.key), MissReason.EVICTED)
+        for space, puts in live.items():
+            dropped += self._restore(space, puts)
         if dropped or len(self._announced) != len(spaces):
             self._pool.count("journal_records_dropped", dropped)
             self._try_rewrite()
+
+    def _restore(self, space: Space, puts: dict[bytes, PutEntry]) -> int:
+        """Index what the journal says of a namespace; returns how many records fit no segment."""
+        length = page_extent_bytes(space)
+        pages: list[tuple[Record, Extent]] = []
+        for entry in puts.values():
+            segment = self.index.segments.get(entry.segment)
+            if segment is not None and _fits(entry, segment, length):
+                record = Record(space, BlockKey(entry.key), entry.parent, entry.depth)
+                pages.append((record, Extent(segment, entry.offset, length, entry.header_sum)))
+        self.index.restore(pages)
+        return len(puts) - len(pages)
 
     def _try_rewrite(self) -> None:
         """A failure is not the end: the writer rewrites a broken journal before it adds anything."""
@@ -398,11 +425,11 @@ def verify(record: Record, extent: Extent, head: memoryview, payload: memoryview
     return header
 
 
-def _fits(entry: PutEntry, segment: Segment, space: Space) -> bool:
+def _fits(entry: PutEntry, segment: Segment, length: int) -> bool:
     return (
-        entry.length == page_extent_bytes(space)
+        entry.length == length
         and entry.offset >= SEGMENT_HEADER_BYTES
-        and entry.offset + entry.length <= segment.size
+        and entry.offset + length <= segment.size
     )
 
 

@@ -151,6 +151,12 @@ def test_metrics_account_for_every_token(wire):
     assert float(lines['workmem_http_requests_total{path="/v1/chat/completions",status="400"}']) == 1
 
 
+def test_readings_are_typed_by_their_name():
+    page = Metrics(lambda: {"odd-name": 1.5, "steps_total": 3.0}).page().decode()
+    assert "# TYPE workmem_odd_name gauge\nworkmem_odd_name 1.5" in page
+    assert "# TYPE workmem_steps_total counter\nworkmem_steps_total 3.0" in page
+
+
 def test_events_are_counted_by_what_they_say():
     metrics = Metrics()
     for _ in range(2):
@@ -160,5 +166,5 @@ def test_events_are_counted_by_what_they_say():
     page = metrics.page().decode()
     assert 'workmem_blocks_evicted_total{reason="capacity",tier="dram"} 2.0' in page
     assert 'workmem_bound_reached_total{name="store.save_queue"} 1.0' in page
-    assert 'workmem_num_preemptions_total{reason="priority"} 1.0' in page
+    assert 'workmem_requests_preempted_total{reason="priority"} 1.0' in page
     assert 'workmem_events_total{type="blockevicted"} 2.0' in page

@@ -193,7 +193,8 @@ def test_forced_tool_call_is_constrained(openai_client, engine, model, choice):
     )
     schema = json.loads(engine.requests[0].sampling.json_schema)
     assert schema["properties"]["name"] == {"const": "get_weather"}
-    assert schema["properties"]["arguments"] == WEATHER["function"]["parameters"]
+    parameters = WEATHER["function"]["parameters"]
+    assert schema["properties"]["arguments"] == parameters | {"additionalProperties": False}
     assert answer.choices[0].finish_reason == "tool_calls"
     assert answer.choices[0].message.content is None
     assert answer.choices[0].message.tool_calls[0].function.name == "get_weather"

@@ -110,3 +110,25 @@ def test_references_inside_parameters_stay_valid():
     llguidance = pytest.importorskip("llguidance")
     grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
     assert not llguidance.LLMatcher.validate_grammar(grammar)
+
+
+def test_arguments_of_a_forced_call_are_closed_where_that_is_safe():
+    inner = {"type": "object", "properties": {"a": {}}}
+    parameters = {
+        "type": "object",
+        "properties": {
+            "plain": inner,
+            "list": {"type": "array", "items": inner},
+            "open": inner | {"additionalProperties": True},
+            "mixed": {"allOf": [inner, inner]},
+        },
+    }
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    schema = forced_schema(request(tools=tools, tool_choice="required"), tools)
+    arguments = schema["properties"]["arguments"]
+    closed = inner | {"additionalProperties": False}
+    assert arguments["additionalProperties"] is False
+    assert arguments["properties"] == parameters["properties"] | {
+        "plain": closed,
+        "list": {"type": "array", "items": closed},
+    }

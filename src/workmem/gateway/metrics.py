@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from workmem.core.events import (
     BlockAdmitted,
@@ -95,7 +95,7 @@ class EventCounter:
         self._moved_bytes = counter("promoted_bytes", "Bytes of those pages.", "source", "target")
         self._quarantined = counter("blocks_quarantined", "Pages that failed a check.", "tier", "reason")
         self._tier_states = counter("tier_state_changes", "A tier tripped or came back.", "tier", "state")
-        self._preempted = counter("num_preemptions", "Requests that gave way.", "reason")
+        self._preempted = counter("requests_preempted", "Requests that gave way.", "reason")
 
     def __call__(self, event: Event) -> None:
         """Count `event`."""
@@ -127,10 +127,11 @@ class _Readings:
         self._gauges = gauges
 
     def collect(self) -> Iterable[Metric]:
-        """One gauge per reading."""
+        """One metric per reading; those named `_total` only grow."""
         for name, value in self._gauges().items():
-            clean = _ODD.sub("_", name)
-            family = GaugeMetricFamily(f"workmem_{clean}", f"Current {name}.")
+            clean = f"workmem_{_ODD.sub('_', name)}"
+            kind = CounterMetricFamily if clean.endswith("_total") else GaugeMetricFamily
+            family = kind(clean, f"Reading of {name}.")
             family.add_metric([], value)
             yield family
 

@@ -8,6 +8,10 @@ from typing import Any
 from workmem.core.errors import ClientError
 from workmem.prompt.openai import ChatRequest, NamedToolChoice
 
+_STAYS_OPEN = frozenset(
+    "additionalProperties patternProperties unevaluatedProperties allOf anyOf oneOf not if $ref".split()
+)
+
 
 def offered_names(request: ChatRequest) -> list[str]:
     """Names of the tools the model may call now; none with `tool_choice: none`."""
@@ -46,12 +50,30 @@ def _variant(function: dict[str, Any], key: str, definitions: dict[str, Any]) ->
         # References count from the root of a document, so a schema that has some moves as a whole.
         definitions[key] = _rebase(parameters, f"#/$defs/{key}")
         parameters = {"$ref": f"#/$defs/{key}"}
+    else:
+        parameters = _closed(parameters)
     return {
         "type": "object",
         "properties": {"name": {"const": function["name"]}, "arguments": parameters},
         "required": ["name", "arguments"],
         "additionalProperties": False,
     }
+
+
+def _closed(schema: Any) -> Any:
+    """`schema` without arguments it does not list: a small model would go on inventing them.
+
+    What satisfies the closed schema satisfies the open one. Composed schemas stay open, because
+    closing their parts could leave nothing that satisfies all.
+    """
+    if not isinstance(schema, dict) or not _STAYS_OPEN.isdisjoint(schema):
+        return schema
+    if isinstance(schema.get("properties"), dict):
+        properties = {name: _closed(value) for name, value in schema["properties"].items()}
+        return {**schema, "properties": properties, "additionalProperties": False}
+    if isinstance(schema.get("items"), dict):
+        return {**schema, "items": _closed(schema["items"])}
+    return schema
 
 
 def _has_reference(value: Any) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -206,6 +207,7 @@ def _weights(
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             **source,
+            **_unpacked(source),
             config=config,
             dtype=torch.bfloat16 if dtype == "bf16" else torch.float32,
             attn_implementation=attn_implementation,
@@ -222,6 +224,14 @@ def _weights(
             f"$.engine.model: {folder} lacks {len(missing)} weights, first {missing[0]}; download it again"
         )
     return model
+
+
+def _unpacked(source: dict[str, Any]) -> dict[str, Any]:
+    """Arguments that turn GGUF blocks into plain weights; older versions of transformers do so unasked."""
+    gguf_config = getattr(transformers, "GgufConfig", None)
+    if "gguf_file" not in source or gguf_config is None:
+        return {}
+    return {"quantization_config": gguf_config(dequantize=True)}
 
 
 def _device(name: str) -> torch.device:

@@ -151,7 +151,7 @@ class Residents:
         return frame
 
     def quarantine(self, record: Record, tier: TierName, reason: MissReason) -> None:
-        """Take every copy of a block out of service; a held frame follows when its last pin goes."""
+        """Take every copy of a block out of service: the index now, the bytes later (R9)."""
         self.counts["quarantines"] += 1
         self.outbox.tell(BlockQuarantined(tier=tier, key=record.key.hex()[:16], reason=reason))
         if record.frame is not None:

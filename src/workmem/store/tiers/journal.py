@@ -219,7 +219,10 @@ class Journal:
                 or checksum != _batch_sum(size, sequence, body)
             ):
                 break
-            entries.extend(decode(body))
+            try:
+                entries.extend(decode(body))
+            except struct.error as error:
+                raise IntegrityError(f"a whole batch holds half a record: {error}") from error
             at += _BATCH.size + size
             self._sequence += 1
         self._end = at

@@ -1,0 +1,47 @@
+"""The internals pages and the code name the same rules, tests, sizes and bounds."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from workmem.store.tiers import journal, page_header, segments
+
+ROOT = Path(__file__).parents[2]
+RULES = (ROOT / "docs" / "internals" / "buffer-rules.md").read_text(encoding="utf-8")
+FORMAT = (ROOT / "docs" / "internals" / "journal-format.md").read_text(encoding="utf-8")
+IDENTITY = (ROOT / "docs" / "internals" / "key-identity.md").read_text(encoding="utf-8")
+CODE = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src" / "workmem").rglob("*.py"))
+
+
+@pytest.mark.parametrize("number", range(1, 11))
+def test_rule_is_written_and_cited(number):
+    assert f"**R{number}. " in RULES
+    assert re.search(rf"\bR{number}\b", CODE), f"no code cites R{number}"
+
+
+def test_every_test_named_by_a_page_exists():
+    defined = set()
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        defined |= set(re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE))
+    named = set(re.findall(r"`(test_\w+)`", RULES + IDENTITY))
+    assert len(named) > 15
+    assert named <= defined, named - defined
+
+
+def test_bounds_named_by_the_page_are_those_of_the_code():
+    named = set(re.findall(r"`(store\.[a-z_]+(?:\.[a-z_]+)?)`", RULES.partition("`BoundReached` names:")[2]))
+    used = set(re.findall(r'BoundReached\(\s*name="(store\.[\w.]+)"', CODE))
+    assert used == named
+
+
+def test_sizes_in_the_format_page_are_those_of_the_code():
+    assert f"| 2 put | {journal._PUT.size} |" in FORMAT
+    assert f"| 3 delete | {journal._DELETE.size} |" in FORMAT
+    assert f"| 1 namespace | {journal._NAMESPACE.size} + J |" in FORMAT
+    assert f"| {journal._FILE.size} | | batches |" in FORMAT
+    assert f"| {journal._BATCH.size} | | records |" in FORMAT
+    assert f"| {page_header._FIXED.size} | 4 T | token ids |" in FORMAT
+    assert f"| {segments._HEADER.size} | {4096 - segments._HEADER.size} | zero |" in FORMAT

@@ -9,7 +9,17 @@ from workmem.core.errors import ClientError
 from workmem.prompt.openai import ChatRequest, NamedToolChoice
 
 _STAYS_OPEN = frozenset(
-    "additionalProperties patternProperties unevaluatedProperties allOf anyOf oneOf not if $ref".split()
+    [
+        "additionalProperties",
+        "patternProperties",
+        "unevaluatedProperties",
+        "allOf",
+        "anyOf",
+        "oneOf",
+        "not",
+        "if",
+        "$ref",
+    ]
 )
 
 

@@ -43,6 +43,7 @@ def plot_engine(result: dict[str, Any]) -> plt.Figure:
                 panel, places, [found[s] for s in shapes if s in found], width, name, _COLOURS[position % 6]
             )
         panel.set_xticks(range(len(shapes)), [f"{n} x {b}" for n, b in shapes])
+        panel.set_xlim(-0.6, len(shapes) - 0.4)
         panel.set_ylabel(f"{kind}, tokens/s")
         panel.set_xlabel("prompt tokens x batch")
     panels[0].legend(ncols=3, fontsize="small", frameon=False)
@@ -76,7 +77,7 @@ def plot_restart(result: dict[str, Any]) -> plt.Figure:
     panel.set_yscale("log")
     panel.set_ylabel("time to first token, s")
     panel.set_xticks(range(len(rows)), [f"{row['prompt_tokens']} tokens" for row in rows])
-    panel.legend(ncols=4, fontsize="small", frameon=False, loc="upper left")
+    figure.legend(ncols=4, fontsize="small", frameon=False, loc="outside lower center")
     figure.suptitle(
         f"{result['machine']['cpu']}, {result['machine']['cores']} cores; black lines are the reach"
     )

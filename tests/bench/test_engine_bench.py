@@ -1,0 +1,136 @@
+"""What the engine benchmark concludes from what it measured."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from harness import Journal, in_turns, spread
+from systems import System, Worker, WorkerFailed
+
+import engine
+
+
+def entry(system: str, round_number: int, **fields):
+    unit = {"kind": "prefill", "prompt_tokens": 64, "batch": 1}
+    return {"system": system, "round": round_number, **unit, **fields}
+
+
+def test_prefill_counts_all_prompts_until_the_last_first_token():
+    unit = engine.Unit("prefill", 100, 2)
+    assert engine.rate(unit, [(1.0, 0, 1), (4.0, 1, 1)]) == 50.0
+
+
+def test_decode_counts_only_between_the_last_start_and_the_first_end():
+    unit = engine.Unit("decode", 100, 2)
+    events = [(1.0, 0, 1), (2.0, 0, 1), (3.0, 1, 1), (4.0, 0, 1), (4.0, 1, 1), (5.0, 0, 1), (9.0, 1, 1)]
+    # Between second 3 and second 5: two tokens at 4, one at 5.
+    assert engine.rate(unit, events) == 1.5
+
+
+@pytest.mark.parametrize(
+    ("events", "message"),
+    [([(1.0, 0, 1)], "1 of 2 prompts"), ([(1.0, 0, 1), (2.0, 0, 1), (3.0, 1, 1)], "ended before")],
+)
+def test_events_that_cannot_tell_are_refused(events, message: str):
+    with pytest.raises(WorkerFailed, match=message):
+        engine.rate(engine.Unit("decode", 100, 2), events)
+
+
+def test_decode_runs_long_enough_for_prompts_that_finish_one_after_the_other():
+    assert engine.Unit("prefill", 4096, 16).max_tokens == 1
+    assert engine.Unit("decode", 4096, 1).max_tokens == engine.DECODE_TOKENS + 1
+    assert engine.Unit("decode", 4096, 16).max_tokens > 4096 * 16 // engine.PIECE_TOKENS
+
+
+def test_ratios_pair_within_a_round():
+    entries = [
+        entry(engine.OURS, 0, tokens_per_s=100.0),
+        entry("peer", 0, tokens_per_s=50.0),
+        entry(engine.OURS, 1, tokens_per_s=30.0),
+        entry("peer", 1, tokens_per_s=10.0),
+        entry("peer", 2, tokens_per_s=1.0),
+    ]
+    (ratio,) = engine.ratios(dict(enumerate(entries)), engine.OURS)
+    assert ratio["against"] == "peer"
+    assert ratio["ratio"] == {"median": 2.5, "min": 2.0, "max": 3.0, "n": 2}
+
+
+def test_a_skipped_unit_is_a_row_with_its_reason():
+    (row,) = engine.summarise({"u": entry("peer", 0, skipped="would take about 99 s")})
+    assert row["skipped"] == ["would take about 99 s"]
+    assert "tokens_per_s" not in row
+
+
+def test_every_second_round_goes_backwards():
+    assert in_turns(["a", "b", "c"], 0) == ["a", "b", "c"]
+    assert in_turns(["a", "b", "c"], 1) == ["c", "b", "a"]
+
+
+def test_a_journal_resumes_the_same_configuration_only(tmp_path: Path):
+    path = tmp_path / "run.partial.jsonl"
+    Journal(path, {"seed": 1}).record("a", tokens_per_s=2.0)
+    with path.open("a") as file:
+        file.write('{"unit": "half wri')
+    resumed = Journal(path, {"seed": 1})
+    assert resumed.done["a"]["tokens_per_s"] == 2.0
+    assert list(resumed.done) == ["a"]
+    assert Journal(path, {"seed": 2}).done == {}
+
+
+def test_spread_of_one_value():
+    assert spread([3.0]) == {"median": 3.0, "min": 3.0, "max": 3.0, "n": 1}
+
+
+WORKER = """
+import sys
+sys.path.insert(0, {workers!r})
+from protocol import serve
+
+def load(options):
+    print("libraries print to stdout", flush=True)
+    def run(prompts, max_tokens):
+        if max_tokens == 0:
+            raise ValueError("nothing to do")
+        return [(0.5 * (step + 1), index, 1) for step in range(max_tokens) for index in range(len(prompts))]
+    return {{"threads": options["threads"]}}, run
+
+serve(load)
+"""
+
+
+@pytest.fixture
+def worker(tmp_path: Path):
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER.format(workers=str(Path(engine.__file__).parent / "workers")))
+    system = System("scripted", Path(sys.executable), str(script), {"threads": 2})
+    worker = Worker(system, tmp_path / "log", 30.0)
+    yield worker
+    worker.close()
+
+
+def test_a_worker_answers_between_pauses(worker: Worker):
+    assert worker.versions == {"threads": 2}
+    worker.pause()
+    worker.resume()
+    assert worker.run([[1, 2], [3]], 2, 10.0) == [(0.5, 0, 1), (0.5, 1, 1), (1.0, 0, 1), (1.0, 1, 1)]
+
+
+def test_a_stopped_worker_is_told_by_its_silence(worker: Worker):
+    worker.pause()
+    with pytest.raises(WorkerFailed, match="no answer within 0 s"):
+        worker.run([[1]], 1, 0.1)
+
+
+def test_a_worker_reports_what_its_library_raised(worker: Worker):
+    with pytest.raises(WorkerFailed, match="ValueError: nothing to do"):
+        worker.run([[1]], 0, 10.0)
+
+
+def test_committed_results_name_their_machine():
+    for path in (Path(engine.__file__).parent / "results").glob("*.json"):
+        result = json.loads(path.read_text())
+        assert {"cpu", "cores", "load_1m", "versions", "date"} <= result["machine"].keys()
+        assert result["rows"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -86,6 +87,18 @@ def test_lease_of_a_holder_that_vanished_ends_without_anybody_calling(kit):
         assert time.monotonic() < until
         time.sleep(0.02)
     assert "store.lease.ttl" in kit.names()
+
+
+def test_one_endless_lease_keeps_no_ended_ones_alive(kit):
+    store = kit.open(ssd=0)
+    chain = Chain(namespace(), 3)
+    chain.save(store)
+    endless = store.lease(chain.root, chain.keys, owner="endless", ttl_s=math.inf)
+    for _ in range(500):
+        store.lease(chain.root, chain.keys, owner="brief", ttl_s=math.inf).release()
+    assert len(store._pool.leases._deadlines) < 100
+    assert endless.ready == 3
+    endless.release()
 
 
 def test_lease_that_expires_before_it_settles_calls_back(kit, hand_clock):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import resource
 import time
 
@@ -255,3 +256,22 @@ def test_disk_that_cannot_be_opened_leaves_dram_to_serve(kit, plan):
     third = kit.open()
     third.register(chain.space)
     assert third.lookup(chain.root, chain.keys).blocks == 2
+
+
+def test_filesystem_that_refuses_direct_io_is_used_through_the_page_cache(kit, monkeypatch):
+    really_open = os.open
+
+    def refuse(path, flags, *rest, **named):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return really_open(path, flags, *rest, **named)
+
+    monkeypatch.setattr(os, "open", refuse)
+    store = kit.open()
+    chain = Chain(namespace(), 5)
+    assert chain.save(store) == [SaveState.STORED] * 5
+    store.close()
+    again = kit.open()
+    again.register(chain.space)
+    assert read_all(again, chain.root, chain.keys) == 5
+    assert "store.ssd.direct" in kit.names()

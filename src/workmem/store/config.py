@@ -12,7 +12,7 @@ class DramConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """`[store.dram]`: the arena that every page passes through."""
 
     bytes: str | int = "2GiB"
-    """Size of the arena. Memory is taken page by page as it is used, never given up before the end."""
+    """Size of the arena. Memory is taken as it is used and 256 MiB ahead, never given up before the end."""
     path: str = ""
     """File that backs the arena (persistent or CXL memory as a DAX file, tmpfs); empty is plain memory."""
 

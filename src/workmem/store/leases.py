@@ -27,6 +27,7 @@ class LeaseTable:
         self._clock = clock
         self._deadlines: list[tuple[float, int, PageLease]] = []
         self._lease_count = 0
+        self._active_count = 0
         state.reclaim = self._expire
 
     def readable(self, offset: int, size: int) -> memoryview:
@@ -62,6 +63,8 @@ class LeaseTable:
                 self._state.touch_ssd([node for record in prefix if (node := record.ssd_node) is not None])
             self._advance(lease)
             self._lease_count += 1
+            self._active_count += 1
+            self._tidy_deadlines()
             self._state.counts["leases"] += 1
             heapq.heappush(self._deadlines, (lease.deadline, self._lease_count, lease))
         return lease, started
@@ -223,11 +226,18 @@ class LeaseTable:
         if lease.ended:
             return
         lease.ended = how
+        self._active_count -= 1
         self._state.unpin(lease.frames)
         if how != "released" and not lease.is_settled:
             lease.failed = MissReason.EXPIRED
             self._state.outbox.call(lease.callbacks)
         lease.callbacks = []
+
+    def _tidy_deadlines(self) -> None:
+        """Drop ended leases that a longer-lived one keeps from surfacing, so the heap stays in proportion."""
+        if len(self._deadlines) > 64 + 2 * self._active_count:
+            self._deadlines = [entry for entry in self._deadlines if not entry[2].ended]
+            heapq.heapify(self._deadlines)
 
     def _expire(self) -> int:
         """End leases past their deadline; returns how many."""

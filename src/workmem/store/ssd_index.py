@@ -55,7 +55,8 @@ class SsdIndex:
     @property
     def file_bytes(self) -> int:
         """Bytes of all segment files."""
-        return sum(segment.size for segment in self.segments.values())
+        # A copy: gauges ask from any thread.
+        return sum(segment.size for segment in list(self.segments.values()))
 
     # -- writing
 

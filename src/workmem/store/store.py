@@ -121,7 +121,9 @@ class Store:
 
     def dram_capacity_bytes(self) -> int:
         """See `KVStore.dram_capacity_bytes`. Counted for the largest registered page."""
-        sizes = {space.frame_bytes: space.layout.page_bytes for space in self._pool.state.spaces.values()}
+        sizes = {
+            space.frame_bytes: space.layout.page_bytes for space in list(self._pool.state.spaces.values())
+        }
         if not sizes:
             return self._arena.capacity_bytes
         return min(

@@ -87,6 +87,12 @@ def test_links_resolve(page):
     assert [target for target in local if not (page.parent / target).exists()] == []
 
 
+def test_every_page_is_in_the_list():
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
+    assert {page for page in pages - {"README.md"} if f"({page})" not in index} == set()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_make_targets_exist(page):
     targets = set(

@@ -45,6 +45,7 @@ class EventStream:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
         except ClientGone:
             raise
+        # Request boundary: the status is out already, so what failed becomes the last event.
         except Exception as error:
             status, body, _ = describe(error)
             if status >= 500:

@@ -135,7 +135,7 @@ def test_time_to_first_token_counts_from_the_request_to_the_first_text():
 )
 def test_a_failing_server_is_told_as_it_failed(server: Scripted, message: str):
     async def one() -> None:
-        import aiohttp  # noqa: PLC0415
+        import aiohttp
 
         async with server.serving() as url, aiohttp.ClientSession() as session:
             await ask(session, url, {"messages": [], "workmem": {"reuse": True}})

@@ -3,6 +3,7 @@ import socket
 import time
 import urllib.request
 
+import msgspec
 import openai
 import pytest
 
@@ -11,9 +12,9 @@ from workmem.gateway.config import ServerConfig
 from workmem.testing.fake_engine import FakeEngine
 from workmem.testing.server import running
 
-FAST = ServerConfig(
-    port=0, shutdown_s=1, read_timeout_s=0.5, send_timeout_s=0.5, keepalive_s=0.2, body_bytes_max="64KiB"
-)
+# Patient with clients, or a busy machine would fail tests that are about something else.
+PATIENT = ServerConfig(port=0, shutdown_s=1, keepalive_s=0.2, body_bytes_max="64KiB")
+HASTY = msgspec.structs.replace(PATIENT, read_timeout_s=0.5, send_timeout_s=0.5)
 
 
 class Wire:
@@ -80,7 +81,7 @@ def engine():
 
 @pytest.fixture
 def config():
-    return FAST
+    return PATIENT
 
 
 @pytest.fixture
@@ -97,6 +98,26 @@ def base_url(app, config):
 @pytest.fixture
 def wire(base_url):
     return Wire(base_url)
+
+
+@pytest.fixture(scope="module")
+def idle_engine():
+    """An engine that no request should reach."""
+    return FakeEngine()
+
+
+@pytest.fixture(scope="module")
+def refusing(idle_engine):
+    """A `Wire` shared by the many small tests whose requests are all refused."""
+    with running(build_app(idle_engine, PATIENT), PATIENT) as url:
+        yield Wire(url)
+
+
+@pytest.fixture
+def hasty(engine):
+    """A `Wire` to a server that soon loses patience with slow clients."""
+    with running(build_app(engine, HASTY), HASTY) as url:
+        yield Wire(url)
 
 
 @pytest.fixture

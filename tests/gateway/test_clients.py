@@ -134,7 +134,7 @@ BODY = st.fixed_dictionaries(
     {"model": st.just("fake-model"), "messages": st.lists(MESSAGE, max_size=3) | VALUE},
     optional=dict.fromkeys(FIELDS, VALUE),
 )
-QUICK = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @QUICK

@@ -35,8 +35,8 @@ def error_of(answer):
     ],
     ids=["colon", "cut", "empty", "utf8", "list", "deep"],
 )
-def test_malformed_json_is_placed(wire, body, place):
-    status, error = error_of(wire.post("/v1/chat/completions", body))
+def test_malformed_json_is_placed(refusing, body, place):
+    status, error = error_of(refusing.post("/v1/chat/completions", body))
     assert (status, error["type"]) == (400, "invalid_request_error")
     assert place in error["message"]
 
@@ -110,10 +110,10 @@ CHAT = {"model": "fake-model", "messages": [{"role": "user", "content": "Hi"}]}
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_wrong_chat_fields_are_named(wire, engine, fields, param):
-    status, error = error_of(wire.post("/v1/chat/completions", CHAT | fields))
+def test_wrong_chat_fields_are_named(refusing, idle_engine, fields, param):
+    status, error = error_of(refusing.post("/v1/chat/completions", CHAT | fields))
     assert (status, error["param"]) == (400, param)
-    assert not engine.requests
+    assert not idle_engine.requests
 
 
 @pytest.mark.parametrize(
@@ -134,10 +134,12 @@ def test_wrong_chat_fields_are_named(wire, engine, fields, param):
         ({"prompt": ["a"] * 100, "n": 2}, "prompt"),
     ],
 )
-def test_wrong_completion_fields_are_named(wire, engine, fields, param):
-    status, error = error_of(wire.post("/v1/completions", {"model": "fake-model", "prompt": "x"} | fields))
+def test_wrong_completion_fields_are_named(refusing, idle_engine, fields, param):
+    status, error = error_of(
+        refusing.post("/v1/completions", {"model": "fake-model", "prompt": "x"} | fields)
+    )
     assert (status, error["param"]) == (400, param)
-    assert not engine.requests
+    assert not idle_engine.requests
 
 
 def test_unknown_fields_and_nulls_are_fine(wire):
@@ -216,8 +218,8 @@ def test_an_endless_body_is_cut_off(wire):
             send_for_ever(client)
 
 
-def test_slow_headers_are_cut_off(wire):
-    with wire.open() as client:
+def test_slow_headers_are_cut_off(hasty):
+    with hasty.open() as client:
         client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n")
         began = time.monotonic()
         assert client.recv(100).startswith(b"HTTP/1.1 408")
@@ -225,14 +227,14 @@ def test_slow_headers_are_cut_off(wire):
         assert time.monotonic() - began < 5
 
 
-def test_a_silent_connection_is_cut_off(wire):
-    with wire.open() as client:
+def test_a_silent_connection_is_cut_off(hasty):
+    with hasty.open() as client:
         client.settimeout(5)
         assert client.recv(100).startswith(b"HTTP/1.1 408")
 
 
-def test_a_slow_body_is_cut_off(wire):
-    with wire.open() as client:
+def test_a_slow_body_is_cut_off(hasty):
+    with hasty.open() as client:
         client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
         answer = b""
         while data := client.recv(1000):
@@ -275,10 +277,10 @@ def test_a_half_closed_connection_counts_as_closed(wire, engine, until):
         until(lambda: engine.running == 0)
 
 
-def test_a_client_that_reads_nothing_is_dropped(wire, engine, until):
+def test_a_client_that_reads_nothing_is_dropped(hasty, engine, until):
     engine.answer, engine.step = "x" * 4_000_000, 4000
     engine.info = type(engine.info)(**{**_fields(engine.info), "max_context": 10**9})
-    with wire.open() as client:
+    with hasty.open() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         send_chat(client, stream=True)
         until(lambda: engine.cancelled, 10)

@@ -7,6 +7,7 @@ import io
 import json
 from contextlib import asynccontextmanager
 
+import aiohttp
 import pytest
 from aiohttp import web
 from rich.console import Console
@@ -135,7 +136,6 @@ def test_time_to_first_token_counts_from_the_request_to_the_first_text():
 )
 def test_a_failing_server_is_told_as_it_failed(server: Scripted, message: str):
     async def one() -> None:
-        import aiohttp
 
         async with server.serving() as url, aiohttp.ClientSession() as session:
             await ask(session, url, {"messages": [], "workmem": {"reuse": True}})

@@ -275,3 +275,23 @@ def test_filesystem_that_refuses_direct_io_is_used_through_the_page_cache(kit, m
     again.register(chain.space)
     assert read_all(again, chain.root, chain.keys) == 5
     assert "store.ssd.direct" in kit.names()
+
+
+def test_journal_names_only_pages_that_are_synced(kit, plan):
+    store = kit.open(ssd="256KiB", dram="64KiB", device=FaultyDevice(plan))
+    for seed in range(30):
+        Chain(namespace(), 4, seed=seed).save(store)
+    store.close()
+    unsynced: set[str] = set()
+    journal_writes = 0
+    for operation, name in plan.log:
+        if operation == "sync":
+            unsynced.discard(name)
+        elif name.startswith("journal"):
+            assert unsynced == set(), f"the journal was written while {unsynced} were not durable"
+            journal_writes += 1
+            unsynced.add(name)
+        else:
+            unsynced.add(name)
+    assert journal_writes >= 30
+    assert unsynced == set()

@@ -14,7 +14,7 @@ import pytest
 from workmem.core.errors import ConfigError
 from workmem.core.outcomes import MissReason, TierName
 from workmem.store.config import DramConfig, SsdConfig, StoreConfig
-from workmem.store.contract import SaveState
+from workmem.store.contract import PageWrite, SaveState
 from workmem.testing.pages import SLICED, Chain, namespace, read_all, settle
 
 pytestmark = pytest.mark.timeout(60)
@@ -266,3 +266,40 @@ def test_default_configuration_names_a_folder_under_home():
     assert config.dram == DramConfig(bytes="2GiB")
     assert SsdConfig().path.startswith("~/")
     assert Path(config.ssd.path).expanduser().is_absolute()
+
+
+def test_quarantined_page_stays_gone_after_a_restart(kit):
+    chain = Chain(namespace(), 3)
+    store = kit.open()
+    chain.save(store)
+    lease = store.lease(chain.root, chain.keys, owner="t", ttl_s=10)
+    lease.quarantine(1)
+    lease.release()
+    store.close()
+    again = kit.open()
+    again.register(chain.space)
+    found = again.lookup(chain.root, chain.keys)
+    assert (found.blocks, found.reason) == (1, MissReason.EVICTED)
+
+
+def test_page_of_the_same_key_from_another_store_is_not_ours(kit):
+    chain = Chain(namespace(), 1)
+    other = kit.folder.parent / "other"
+    for path, byte in ((kit.folder, b"a"), (other, b"b")):
+        store = kit.open(path=path)
+        store.register(chain.space)
+
+        def fill(view: memoryview, byte: bytes = byte) -> None:
+            view[:] = byte * len(view)
+
+        store.save(chain.root, [PageWrite(chain.block(0), fill, lambda _: None)])
+        store.flush(10)
+        store.close()
+    (mine,), (theirs,) = (kit.folder / "segments").iterdir(), (other / "segments").iterdir()
+    mine.write_bytes(mine.read_bytes()[:4096] + theirs.read_bytes()[4096:])
+    again = kit.open()
+    again.register(chain.space)
+    lease = again.lease(chain.root, chain.keys, owner="t", ttl_s=10)
+    settle(lease)
+    assert (lease.ready, lease.failed) == (0, MissReason.CORRUPT)
+    lease.release()

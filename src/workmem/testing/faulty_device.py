@@ -28,6 +28,8 @@ class FaultPlan:
         """The next write stores its first half and raises EIO."""
         self.delay_s = 0.0
         """Added to every call, in seconds."""
+        self.log: list[tuple[str, str]] = []
+        """("write" or "sync", file name) of what reached the device, in order."""
         self.before_read: Callable[[Path, int], None] | None = None
         """Called with file and offset before each read."""
 
@@ -72,11 +74,13 @@ class FaultyFile:
             raise OSError(errno.EIO, "torn write")
         self._plan.step(failing=self._plan.writes_fail)
         self._inner.writev(buffers, offset)
+        self._plan.log.append(("write", self._path.name))
 
     def sync(self) -> None:
         """See `DeviceFile.sync`."""
         self._plan.step(failing=self._plan.writes_fail)
         self._inner.sync()
+        self._plan.log.append(("sync", self._path.name))
 
     def size(self) -> int:
         """See `DeviceFile.size`."""

@@ -331,6 +331,16 @@ def test_shutdown_closes_the_engine(engine, config):
     assert engine.is_closed
 
 
+def test_more_connections_than_allowed_are_turned_away(engine, wire_to, until):
+    config = ServerConfig(port=0, shutdown_s=1, connections_max=3)
+    with running(build_app(engine, config), config) as url:
+        wire = wire_to(url)
+        with wire.open(), wire.open():
+            until(lambda: wire.get("/health")[0] == 503)
+            assert wire.chat()[0] == 503
+        until(lambda: wire.chat()[0] == 200)
+
+
 SERVE = """
 import sys
 from workmem.gateway.app import build_app

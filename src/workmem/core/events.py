@@ -17,7 +17,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=str
     """Base of all events."""
 
 
-class BlockAdmitted(Event):
+class BlockAdmitted(Event, frozen=True, kw_only=True):
     """A page became resident in a tier."""
 
     tier: TierName
@@ -25,7 +25,7 @@ class BlockAdmitted(Event):
     page_bytes: int
 
 
-class BlockEvicted(Event):
+class BlockEvicted(Event, frozen=True, kw_only=True):
     """A page left a tier to make room."""
 
     tier: TierName
@@ -33,7 +33,7 @@ class BlockEvicted(Event):
     reason: str
 
 
-class BlockPromoted(Event):
+class BlockPromoted(Event, frozen=True, kw_only=True):
     """Pages moved toward the accelerator for a request."""
 
     source: TierName
@@ -43,7 +43,7 @@ class BlockPromoted(Event):
     seconds: float
 
 
-class BlockQuarantined(Event):
+class BlockQuarantined(Event, frozen=True, kw_only=True):
     """A copy failed its check and was taken out of service (rule R6)."""
 
     tier: TierName
@@ -51,7 +51,7 @@ class BlockQuarantined(Event):
     reason: MissReason
 
 
-class BoundReached(Event):
+class BoundReached(Event, frozen=True, kw_only=True):
     """A queue, pool, lease table or other bound was hit (rule R10). `name` is stable, dotted."""
 
     name: str
@@ -59,7 +59,7 @@ class BoundReached(Event):
     detail: str = ""
 
 
-class TierStateChanged(Event):
+class TierStateChanged(Event, frozen=True, kw_only=True):
     """A tier tripped to ERROR or came back."""
 
     tier: TierName
@@ -67,7 +67,7 @@ class TierStateChanged(Event):
     reason: str
 
 
-class RequestAdmitted(Event):
+class RequestAdmitted(Event, frozen=True, kw_only=True):
     """A request starts: its whole growth is committed."""
 
     request_id: str
@@ -76,7 +76,7 @@ class RequestAdmitted(Event):
     queued_s: float
 
 
-class RequestPreempted(Event):
+class RequestPreempted(Event, frozen=True, kw_only=True):
     """A running request gave way and will resume with nothing lost."""
 
     request_id: str
@@ -84,7 +84,7 @@ class RequestPreempted(Event):
     reason: str
 
 
-class RequestFinished(Event):
+class RequestFinished(Event, frozen=True, kw_only=True):
     """A request ended; `sources` account for every prompt token."""
 
     request_id: str

@@ -117,14 +117,19 @@ class Slow:
 
     def victim(self, held: set[str]) -> str | None:
         parents = {block[2] for block in self.blocks.values()}
-        free = [(b[0], b[1], name) for name, b in self.blocks.items() if name not in parents and name not in held]
+        free = [
+            (b[0], b[1], name) for name, b in self.blocks.items() if name not in parents and name not in held
+        ]
         return min(free)[2] if free else None
 
 
 @settings(max_examples=150, deadline=None)
 @given(
     st.integers(0, 6),
-    st.lists(st.tuples(st.sampled_from(["insert", "touch", "evict", "hold", "drop"]), st.integers(0, 30)), max_size=80),
+    st.lists(
+        st.tuples(st.sampled_from(["insert", "touch", "evict", "hold", "drop"]), st.integers(0, 30)),
+        max_size=80,
+    ),
 )
 def test_agrees_with_the_slow_model(protected_max, steps):
     order: SegmentedLru[str] = SegmentedLru(protected_max)

@@ -14,27 +14,25 @@ from pathlib import Path
 
 from workmem.core.errors import ConfigError
 
-PAGE = 4096
-"""Alignment of every frame: what O_DIRECT and the MMU both want, in bytes."""
-
-
+ALIGNMENT_BYTES = 4096
+"""Of every frame, and of every place on ssd: what O_DIRECT and the MMU both want."""
 _WARM_STEP_BYTES = 2 * 2**20
 _MADV_POPULATE_WRITE = 23
 
 
 def align(count: int) -> int:
-    """`count` bytes rounded up to whole memory pages."""
-    return -(-count // PAGE) * PAGE
+    """`count` bytes rounded up to the alignment."""
+    return -(-count // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 class Arena:
     """`capacity_bytes` of memory, zero until touched. Owner of the mapping: `close` gives it back."""
 
     def __init__(self, capacity_bytes: int, path: str = "") -> None:
-        self.capacity_bytes = capacity_bytes // PAGE * PAGE
+        self.capacity_bytes = capacity_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         if self.capacity_bytes == 0:
             raise ConfigError(
-                f"$.store.dram.bytes: {capacity_bytes} bytes hold no page; give at least {PAGE}"
+                f"$.store.dram.bytes: {capacity_bytes} bytes hold no page; give at least {ALIGNMENT_BYTES}"
             )
         self._fd = _open_backing(path)
         try:

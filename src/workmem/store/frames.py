@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Generic, TypeVar
 
 from workmem.core.errors import InvariantError
+from workmem.store.arena import ALIGNMENT_BYTES
 
 SLAB_BYTES_MAX = 16 * 2**20
 _SLABS_MIN = 32
@@ -43,7 +44,7 @@ _NEXT: dict[FrameState, frozenset[FrameState]] = {
 
 
 class Frame(Generic[T]):
-    """A place for one page. `pins` counts holds (R3); `generation` grows with every new tenant page."""
+    """A place for one page. `pins` counts holds (R3); `generation` grows each time it gives its page up."""
 
     __slots__ = ("generation", "offset", "owner", "pins", "size", "slab", "state")
 
@@ -227,5 +228,5 @@ class FrameTable(Generic[T]):
 
 
 def _slab_bytes(capacity_bytes: int) -> int:
-    fine = max(4096, capacity_bytes // _SLABS_MIN // 4096 * 4096)
+    fine = max(ALIGNMENT_BYTES, capacity_bytes // _SLABS_MIN // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
     return min(SLAB_BYTES_MAX, fine)

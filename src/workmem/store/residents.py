@@ -19,7 +19,7 @@ from workmem.store.frames import Frame, FrameState, FrameTable
 from workmem.store.outbox import Outbox
 from workmem.store.records import Record, Space
 
-_PROTECTED_SHARE = 0.8
+PROTECTED_SHARE = 0.8
 """Of a tier that reused blocks may fill: the rest is where new blocks prove themselves."""
 
 
@@ -30,7 +30,7 @@ class Residents:
         self.arena = arena
         self.outbox = outbox
         self.frames: FrameTable[Record] = FrameTable(arena.capacity_bytes)
-        self.order: SegmentedLru[Record] = SegmentedLru(int(arena.capacity_bytes * _PROTECTED_SHARE))
+        self.order: SegmentedLru[Record] = SegmentedLru(int(arena.capacity_bytes * PROTECTED_SHARE))
         self.spaces: dict[bytes, Space] = {}
         self.counts: Counter[str] = Counter()
         self.unwritten: deque[Record] = deque()

@@ -1,6 +1,7 @@
 """Which blocks the ssd tier holds, which wait to be written, and which must be struck out.
 
-Part of the pool's state: every method takes the pool's lock (R1), none does I/O.
+Part of the pool's state: every method that changes it takes the pool's lock (R1), but for those that say
+otherwise; none does I/O on the pages.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ import msgspec
 from workmem.core.events import BlockAdmitted, BlockEvicted
 from workmem.core.outcomes import MissReason, TierName
 from workmem.policy.eviction import SegmentedLru
-from workmem.store.arena import PAGE
+from workmem.store.arena import ALIGNMENT_BYTES
 from workmem.store.frames import Frame
 from workmem.store.records import Record, Space
-from workmem.store.residents import Residents
+from workmem.store.residents import PROTECTED_SHARE, Residents
 from workmem.store.tiers.journal import DeleteEntry, Entry, NamespaceEntry, PutEntry
 from workmem.store.tiers.page_header import PageHeader, header_bytes
 from workmem.store.tiers.segments import SEGMENT_HEADER_BYTES, Extent, Segment
@@ -42,7 +43,7 @@ class SsdIndex:
 
     def __init__(self, state: Residents, capacity_bytes: int) -> None:
         self._state = state
-        self.order: SegmentedLru[Record] = SegmentedLru(int(capacity_bytes * 0.8))
+        self.order: SegmentedLru[Record] = SegmentedLru(int(capacity_bytes * PROTECTED_SHARE))
         self.segments: dict[int, Segment] = {}
         self.live_bytes = 0
         self.page_count = 0
@@ -256,7 +257,7 @@ class SsdIndex:
 def put_entry(record: Record, extent: Extent) -> PutEntry:
     """The journal's word for a page at a place."""
     assert extent.offset >= SEGMENT_HEADER_BYTES
-    assert extent.offset % PAGE == 0
+    assert extent.offset % ALIGNMENT_BYTES == 0
     return PutEntry(
         record.space.number,
         record.key,

@@ -186,8 +186,8 @@ class Journal:
         parts = [_file_header(self._store_id)]
         sequence = 0
         for start in range(0, len(entries), _REWRITE_RECORDS):
-            chunk = entries[start : start + _REWRITE_RECORDS]
-            parts.append(_batch(sequence, b"".join(encode(entry) for entry in chunk)))
+            some = entries[start : start + _REWRITE_RECORDS]
+            parts.append(_batch(sequence, b"".join(encode(entry) for entry in some)))
             sequence += 1
         raw = b"".join(parts)
         file = self._device.open(path, Access.CREATE, direct=False)

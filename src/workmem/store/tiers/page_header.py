@@ -43,7 +43,7 @@ def layout_digest(layout: KVLayout) -> bytes:
 
 @lru_cache(maxsize=64)
 def header_bytes(layout: KVLayout) -> int:
-    """Room a header takes on disk: whole memory pages."""
+    """Bytes a header takes on disk, aligned like the payload behind it."""
     return align(_FIXED.size + 4 * layout.block_tokens + 8 * layout.slice_count)
 
 

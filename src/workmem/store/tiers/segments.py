@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from workmem.core.errors import IntegrityError
-from workmem.store.arena import PAGE
+from workmem.store.arena import ALIGNMENT_BYTES
 from workmem.store.device import DeviceFile
 
 if TYPE_CHECKING:
     from workmem.store.records import Record
 
 SEGMENT_BYTES_MAX = 64 * 2**20
-SEGMENT_HEADER_BYTES = PAGE
+SEGMENT_HEADER_BYTES = ALIGNMENT_BYTES
 _MAGIC = b"WMSEGMT\x01"
 _HEADER = struct.Struct("<8sQ16sQ")
 """magic, number, store id, checksum of the fields before it."""

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Node(Generic[T]):
-    """A block's place in the order. Opaque to callers but for `item` and `parked`."""
+    """A block's place in the order. Opaque to callers but for `item`, `size` and `parked`."""
 
     __slots__ = ("item", "key", "live", "parent", "parked", "reused", "size", "stamp")
 

@@ -108,8 +108,15 @@ class SessionInferrer:
         return session
 
 
+def with_session(caller: Caller, sessions: SessionInferrer, model: str, history: Sequence[Any]) -> Caller:
+    """`caller` with a session, inferred from `history` where the client named none."""
+    if caller.session:
+        return caller
+    return msgspec.structs.replace(caller, session=sessions.infer(f"{caller.tenant}\0{model}", history))
+
+
 def history_of(body: Mapping[str, Any]) -> list[Any]:
-    """What a body says before its last word, as a list that grows from turn to turn."""
+    """What a body says, as a list that grows from turn to turn."""
     for field in ("messages", "input", "prompt"):
         value = body.get(field)
         if isinstance(value, list):
@@ -173,10 +180,3 @@ def _trace_id(traceparent: str) -> str:
     if len(parts) < 4 or len(parts[1]) != 32 or set(parts[1]) == {"0"}:
         return ""
     return parts[1] if all(char in "0123456789abcdef" for char in parts[1]) else ""
-
-
-def with_session(caller: Caller, sessions: SessionInferrer, model: str, history: Sequence[Any]) -> Caller:
-    """`caller` with a session, inferred from `history` where the client named none."""
-    if caller.session:
-        return caller
-    return msgspec.structs.replace(caller, session=sessions.infer(f"{caller.tenant}\0{model}", history))

@@ -197,7 +197,7 @@ class Store:
         self._pool.state.reads_ssd = not self._breaker.reads_open
 
     def audit(self) -> None:
-        """Check the ledger and every link of the index. Raises InvariantError; for tests and `verify`."""
+        """Check the ledger and every link of the index. Raises InvariantError; for tests."""
         with self._pool.state.outbox:
             self._pool.state.audit()
 

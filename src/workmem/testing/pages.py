@@ -31,7 +31,7 @@ def page_bytes(key: bytes, layout: KVLayout) -> bytes:
 
 
 class Chain:
-    """A context: `length` blocks under a namespace, told apart by `seed`. `branch_at` shares a prefix."""
+    """A context: `length` blocks under a namespace, told apart by `seed`; `behind` another, whose tokens come first."""
 
     def __init__(self, space: Namespace, length: int, seed: int = 0, *, behind: Chain | None = None) -> None:
         self.space = space

@@ -15,6 +15,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """`[server]` of the configuration."""
 
     host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 or :: for every network, which wants `api_key_file`."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     """0 takes a free port."""
     api_key_file: str = ""
@@ -47,6 +48,7 @@ class UpstreamConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     api_key_file: str = ""
     """File whose first line is the key to send; empty forwards the client's own where we ask for none."""
     connect_timeout_s: Seconds = 5.0
+    """Longest wait for a connection; the next server is tried then."""
     read_timeout_s: Seconds = 600.0
     """Longest silence of a server."""
     retry_after_s: Seconds = 5.0

@@ -21,6 +21,7 @@ class SsdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """`[store.ssd]`: pages that outlive the process."""
 
     enabled: bool = True
+    """Without it nothing outlives the process."""
     path: str = "~/.cache/workmem/store"
     """Folder; owned by one process at a time."""
     bytes: str | int = "8GiB"

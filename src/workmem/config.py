@@ -158,7 +158,7 @@ def _field(setting: _Setting) -> msgspec.structs.FieldInfo:
             return field
         if last:
             raise setting.fail(
-                f"{key!r} is a section; set one of its keys: {', '.join(field_names(field.type))}"
+                f"{key!r} is a section; set one of its keys: {', '.join(_field_names(field.type))}"
             )
         struct = field.type
     raise setting.fail("names no setting")
@@ -172,7 +172,7 @@ def _convert(setting: _Setting, field: msgspec.structs.FieldInfo) -> object:
         converted = msgspec.convert(value, field.type, strict=not setting.is_text)
     except msgspec.ValidationError as error:
         raise setting.fail(_explain(str(error), field.type, setting.value)) from error
-    if is_size(field.name):
+    if _is_size(field.name):
         parse_bytes(cast("str | int", converted), f"$.{'.'.join(setting.path)} from {setting.source}")
     return converted
 
@@ -210,12 +210,12 @@ def is_section(kind: object) -> bool:
     return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
 
 
-def is_size(name: str) -> bool:
+def _is_size(name: str) -> bool:
     """Tell whether the setting `name` is a size with units."""
     return "bytes" in name.split("_")
 
 
-def field_names(struct: type[msgspec.Struct]) -> list[str]:
+def _field_names(struct: type[msgspec.Struct]) -> list[str]:
     """Names of the keys of a section, in the order they are declared."""
     return [field.name for field in msgspec.structs.fields(struct)]
 

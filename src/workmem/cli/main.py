@@ -27,7 +27,6 @@ _EXTRA_OF = {
     "safetensors": "engine",
     "gguf": "engine",
     "llguidance": "engine",
-    "matplotlib": "plots",
 }
 
 

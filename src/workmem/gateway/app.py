@@ -37,12 +37,11 @@ def build_app(
     *,
     history: PromptHistory | None = None,
     metrics: Metrics | None = None,
-    close_engine: bool = True,
 ) -> Starlette:
-    """The OpenAI-compatible server of `engine`.
+    """The OpenAI-compatible server of `engine`, which it closes when it stops.
 
     The caller who wants events counted makes `metrics` (with the engine's gauges) and hands
-    `metrics.events` to the emitters. With `close_engine` the engine is closed when the server stops.
+    `metrics.events` to the emitters.
     """
     config = config or ServerConfig()
     history = history or PromptHistory(prompts_max=config.explain_prompts_max)
@@ -55,8 +54,7 @@ def build_app(
         try:
             yield
         finally:
-            if close_engine:
-                await engine.close()
+            await engine.close()
 
     app = assemble(
         [

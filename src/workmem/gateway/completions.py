@@ -12,7 +12,7 @@ from workmem.core.errors import ClientError
 from workmem.core.generation import Delta, Engine, RenderedPrompt, Span, TokenLogprob
 from workmem.gateway.exchange import Answer, Exchange, header_map, state_of
 from workmem.gateway.failures import json_response
-from workmem.gateway.generation import Generation, Order, Service
+from workmem.gateway.generation import Generation, Order, Service, start
 from workmem.gateway.models import require_model
 from workmem.gateway.replies import completion_logprobs, usage_body
 from workmem.gateway.sse import DONE, KEEPALIVE, EventStream, event
@@ -45,12 +45,9 @@ async def completions(exchange: Exchange) -> Answer:
         sampling=sampling,
         caller=with_session(caller, service.sessions, request.model, history_of(raw)),
         priority=request.priority or 0,
-        reuse=request.workmem is None or request.workmem.reuse is not False,
+        reuse=request.allows_reuse,
     )
-    generation = Generation(service, order)
-    exchange.held.push_async_callback(generation.close)
-    await generation.open()
-    reply = _Reply(service, request, order, generation)
+    reply = _Reply(service, request, order, await start(service, order, exchange))
     if request.stream:
         return EventStream(reply.events(), service.request_timeout_s)
     return json_response(await reply.whole())
@@ -117,8 +114,7 @@ class _Reply:
 
     async def events(self) -> AsyncGenerator[bytes]:
         """The events of a streamed answer."""
-        options = self._request.stream_options
-        with_usage = options is not None and options.include_usage is True
+        with_usage = self._request.wants_usage
         head = self._head() | ({"usage": None} if with_usage else {})
         async with aclosing(self._generation.deltas()) as deltas:
             async for item in deltas:

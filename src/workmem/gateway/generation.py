@@ -18,6 +18,7 @@ from workmem.core.generation import (
     SamplingParams,
     Usage,
 )
+from workmem.gateway.exchange import Exchange
 from workmem.gateway.explain import RequestLog, RequestRecord
 from workmem.gateway.metrics import Metrics
 from workmem.index.history import PromptHistory
@@ -74,7 +75,7 @@ class _Ended(msgspec.Struct, frozen=True):
 
 
 class Generation:
-    """Runs an `Order`. `open` it, take deltas with `take` until None, and `close` it in any case."""
+    """Runs an `Order`. `open` it, take what `deltas` yields, and `close` it in any case; see `start`."""
 
     def __init__(self, service: Service, order: Order) -> None:
         self._service = service
@@ -176,6 +177,17 @@ class Generation:
         service.request_log.add(
             RequestRecord(order.id, order.request_id, tuple(ids), order.caller, order.created)
         )
+
+
+async def start(service: Service, order: Order, exchange: Exchange) -> Generation:
+    """Run `order` up to its first delta. `exchange` holds the generation and closes it.
+
+    Raises what the engine refuses the request with, before any status is sent.
+    """
+    generation = Generation(service, order)
+    exchange.held.push_async_callback(generation.close)
+    await generation.open()
+    return generation
 
 
 class _Watch:

@@ -46,6 +46,16 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     response_format: ResponseFormat | None = None
     workmem: Extension | None = None
 
+    @property
+    def allows_reuse(self) -> bool:
+        """Whether the prompt may come from memory, and stay there."""
+        return self.workmem is None or self.workmem.reuse is not False
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with `usage`."""
+        return self.stream_options is not None and self.stream_options.include_usage is True
+
 
 class Extension(msgspec.Struct, frozen=True, kw_only=True):
     """`workmem`: what only this server understands."""

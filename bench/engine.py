@@ -4,7 +4,8 @@
 
 Every unit is one system at one shape: `prefill` runs all prompts to their first token; `decode` runs on
 and counts the tokens between the moment the last prompt has its first token and the moment the first
-one ends. Rounds repeat all units, in reverse order every second time. Prefix caching is off everywhere.
+one ends. Rounds repeat all units, with the systems in reverse order every second time. Prefix caching is
+off everywhere.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def _parsed(line: str) -> dict[str, Any] | None:
 
 
 class Budget:
-    """Wall time left. Bounds the run, and says in words why something was left out."""
+    """Wall time left: what bounds a run."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds

@@ -1,4 +1,4 @@
-"""Architecture law 2, first half: in deterministic mode logits are bit-identical however they came about."""
+"""In deterministic mode logits are bit-identical however they came about; by default they agree within rounding."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_deterministic_mode_refuses_what_it_cannot_promise(bench: Make) -> None:
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=3))
 def test_the_default_mode_agrees_within_epsilon_for_any_split(bench: Make, cuts: list[int]) -> None:
-    """Second half of law 2: fp32 logits of a prompt, cut anywhere by earlier requests, differ by rounding only."""
+    """Fp32 logits of a prompt, cut anywhere by earlier requests, differ by rounding only."""
     tokens = prompts()[1]
     world = bench(dtype="fp32", store=False)
 

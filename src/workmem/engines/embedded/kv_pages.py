@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from workmem.core.layout import KVLayout
+from workmem.engines.embedded.native import advise_huge_pages
 
 TORCH_DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -22,8 +23,12 @@ class KVPages:
         self.layout = layout
         self.dtype = TORCH_DTYPE[layout.dtype]
         shape = (block_count, layout.layers, 2, layout.block_tokens, layout.kv_heads, layout.head_dim)
-        self.tensor = torch.zeros(shape, dtype=self.dtype, device=device)
+        self.tensor = torch.empty(shape, dtype=self.dtype, device=device)
         self.on_cpu = self.tensor.device.type == "cpu"
+        if self.on_cpu:
+            # A step reads a few KiB of each of many pages: with small pages of memory it waits for address translation.
+            advise_huge_pages(self.tensor.data_ptr(), self.tensor.nbytes)
+        self.tensor.zero_()
         self._bytes = self.tensor.view(block_count, -1).view(torch.uint8) if self.on_cpu else None
         self._rows = self._bytes.numpy() if self._bytes is not None else None
 

@@ -23,8 +23,10 @@ import torch
 _LOG = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_name("paged_attention.c")
 _FLAGS = ("-O3", "-march=native", "-ffast-math", "-fopenmp", "-fPIC", "-std=gnu11")
-SPLIT_TOKENS = 512
+SPLIT_TOKENS = 256
 _BUILD_SECONDS_MAX = 120
+_HUGE_BYTES = 2 << 20
+_MADV_HUGEPAGE = 14
 
 
 class PagedAttentionKernel:
@@ -75,9 +77,16 @@ class PagedAttentionKernel:
         return out
 
     @staticmethod
-    def supports(*, group: int, dim: int, block_tokens: int) -> bool:
+    def supports(*, kv_heads: int, group: int, dim: int, block_tokens: int) -> bool:
         """Whether sizes fit what is compiled in (see the #defines of the source)."""
-        return group <= 16 and dim <= 256 and block_tokens <= 64 and SPLIT_TOKENS % block_tokens == 0
+        return (
+            kv_heads * group <= 128
+            and dim <= 256
+            and dim % 8 == 0
+            and kv_heads * dim <= 2048
+            and block_tokens <= 64
+            and SPLIT_TOKENS % block_tokens == 0
+        )
 
 
 def load_kernel(cache_dir: Path) -> PagedAttentionKernel | None:
@@ -99,6 +108,17 @@ def load_kernel(cache_dir: Path) -> PagedAttentionKernel | None:
     function.argtypes = [pointer] * 7 + [i64] * 4 + [i32] * 5 + [ctypes.c_float, i32]
     function.restype = i32
     return PagedAttentionKernel(function)
+
+
+def advise_huge_pages(address: int, length: int) -> None:
+    """Ask for huge pages behind a range of untouched memory; a system that has none goes on without."""
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        start = -(-address // _HUGE_BYTES) * _HUGE_BYTES
+        if length > 2 * _HUGE_BYTES:
+            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(address + length - start), _MADV_HUGEPAGE)
+    except (OSError, AttributeError):
+        _LOG.debug("no madvise on this system")
 
 
 def _build(compiler: str, cache_dir: Path) -> Path:

@@ -2,18 +2,26 @@
  *
  * A page holds [layer][K|V][token][kv head][dim]; `k_offset` and `v_offset` are the byte offsets of this
  * layer's K and V inside a page. Row r attends to `lengths[r]` tokens in the pages whose addresses start at
- * `pages[first_page[r]]`. Query and output are fp32 [rows][q heads][dim].
+ * `pages[first_page[r]]`. Query and output are fp32 [rows][q heads][dim]; `dim` is a multiple of LANES.
  *
- * Work is cut by (row, kv head, split of SPLIT_TOKENS tokens): a fixed cut, so a row's result depends on
- * neither its neighbours nor the number of threads. Splits are merged in order afterwards.
+ * Work is cut by (row, split of SPLIT_TOKENS tokens) and a job takes all heads of a page at once, so memory
+ * is read from front to back and each byte once. The cut is fixed: a row's result depends on neither its
+ * neighbours nor the number of threads. Splits are merged in order afterwards.
  */
 #include <stdint.h>
 #include <string.h>
 
-#define SPLIT_TOKENS 512
-#define GROUP_MAX 16
+#define SPLIT_TOKENS 256
+#define HEADS_MAX 128
 #define DIM_MAX 256
+#define WIDTH_MAX 2048 /* kv heads x dim */
 #define BLOCK_MAX 64
+#define LANES 8
+#define LINE_BYTES 64
+
+typedef float lanes __attribute__((vector_size(LANES * 4), aligned(4)));
+typedef uint32_t lanes_u32 __attribute__((vector_size(LANES * 4)));
+typedef uint16_t lanes_u16 __attribute__((vector_size(LANES * 2), aligned(2)));
 
 static inline float exp_fast(float x) { /* relative error below 2e-7 for x in [-87, 0] */
     float y = x * 1.44269504088896341f;
@@ -27,104 +35,179 @@ static inline float exp_fast(float x) { /* relative error below 2e-7 for x in [-
     return p * scale.f;
 }
 
-static inline void widen(const void *source, int is_bf16, int dim, float *restrict out) {
-    if (is_bf16) {
-        const uint16_t *in = (const uint16_t *)source;
-        for (int d = 0; d < dim; d++) {
-            union { uint32_t i; float f; } bits;
-            bits.i = (uint32_t)in[d] << 16;
-            out[d] = bits.f;
-        }
-    } else {
-        memcpy(out, source, (size_t)dim * sizeof(float));
+static inline float sum_lanes(lanes v) {
+    float total = 0.0f;
+    for (int i = 0; i < LANES; i++) total += v[i];
+    return total;
+}
+
+/* `count` values of K or V as fp32. */
+static inline void widen(const char *source, int is_bf16, int64_t count, float *out) {
+    if (!is_bf16) {
+        memcpy(out, source, (size_t)count * sizeof(float));
+        return;
+    }
+    for (int64_t at = 0; at < count; at += LANES) {
+        lanes_u16 in = *(const lanes_u16 *)(source + 2 * at);
+        lanes_u32 bits = __builtin_convertvector(in, lanes_u32) << 16;
+        *(lanes *)(out + at) = (lanes)bits;
     }
 }
 
-static void attend_split(const float *restrict q, const int64_t *pages, int64_t begin, int64_t end,
-                         int64_t k_offset, int64_t v_offset, int block_tokens, int kv_heads, int kv_head,
-                         int group, int dim, int is_bf16, float scale, float *restrict out) {
-    float acc[GROUP_MAX][DIM_MAX], peak[GROUP_MAX], total[GROUP_MAX];
-    float score[GROUP_MAX][BLOCK_MAX], wide[DIM_MAX];
-    int64_t row_bytes = (int64_t)kv_heads * dim * (is_bf16 ? 2 : 4);
-    int64_t head_bytes = (int64_t)kv_head * dim * (is_bf16 ? 2 : 4);
-    for (int g = 0; g < group; g++) {
-        peak[g] = -3.0e38f;
-        total[g] = 0.0f;
-        memset(acc[g], 0, (size_t)dim * sizeof(float));
+static inline void prefetch(const char *from, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += LINE_BYTES) __builtin_prefetch(from + at);
+}
+
+/* Scores of `n` queries that share a key; n is a constant where this is inlined. */
+static inline __attribute__((always_inline)) void score_group(const float *q, const float *key, int dim, int n,
+                                                              float scale, float *out, int out_step) {
+    lanes total[4];
+    for (int g = 0; g < n; g++) total[g] = (lanes){0};
+    for (int d = 0; d < dim; d += LANES) {
+        lanes k = *(const lanes *)(key + d);
+        for (int g = 0; g < n; g++) total[g] += *(const lanes *)(q + g * dim + d) * k;
     }
-    for (int64_t at = begin; at < end; at += block_tokens) {
-        const char *page = (const char *)(intptr_t)pages[at / block_tokens];
-        int count = (int)(end - at < block_tokens ? end - at : block_tokens);
+    for (int g = 0; g < n; g++) out[g * out_step] = sum_lanes(total[g]) * scale;
+}
+
+/* out[dim] += sum over tokens of weight[t] * value[t][dim], values `stride` floats apart. */
+static inline void accumulate(const float *weight, const float *value, int64_t stride, int count, int dim, float *out) {
+    int d = 0;
+    for (; d + 4 * LANES <= dim; d += 4 * LANES) {
+        lanes a = *(lanes *)(out + d), b = *(lanes *)(out + d + LANES);
+        lanes c = *(lanes *)(out + d + 2 * LANES), e = *(lanes *)(out + d + 3 * LANES);
         for (int t = 0; t < count; t++) {
-            widen(page + k_offset + t * row_bytes + head_bytes, is_bf16, dim, wide);
-            for (int g = 0; g < group; g++) {
-                float dot = 0.0f;
-                for (int d = 0; d < dim; d++) dot += q[g * dim + d] * wide[d];
-                score[g][t] = dot * scale;
+            const float *v = value + t * stride + d;
+            a += *(const lanes *)v * weight[t];
+            b += *(const lanes *)(v + LANES) * weight[t];
+            c += *(const lanes *)(v + 2 * LANES) * weight[t];
+            e += *(const lanes *)(v + 3 * LANES) * weight[t];
+        }
+        *(lanes *)(out + d) = a;
+        *(lanes *)(out + d + LANES) = b;
+        *(lanes *)(out + d + 2 * LANES) = c;
+        *(lanes *)(out + d + 3 * LANES) = e;
+    }
+    for (; d < dim; d += LANES) {
+        lanes a = *(lanes *)(out + d);
+        for (int t = 0; t < count; t++) a += *(const lanes *)(value + t * stride + d) * weight[t];
+        *(lanes *)(out + d) = a;
+    }
+}
+
+typedef struct {
+    int64_t k_offset, v_offset;
+    int block_tokens, kv_heads, group, dim, is_bf16;
+    float scale;
+} shape;
+
+static void attend_split(const float *q, const int64_t *pages, int64_t begin, int64_t end, const shape *s, float *out) {
+    float score[HEADS_MAX][BLOCK_MAX], peak[HEADS_MAX], total[HEADS_MAX];
+    float wide[BLOCK_MAX / 4 * WIDTH_MAX];
+    int heads = s->kv_heads * s->group, dim = s->dim;
+    int64_t width = (int64_t)s->kv_heads * dim, row_bytes = width * (s->is_bf16 ? 2 : 4);
+    int step = BLOCK_MAX / 4; /* tokens widened at a time */
+    for (int h = 0; h < heads; h++) {
+        peak[h] = -3.0e38f;
+        total[h] = 0.0f;
+        memset(out + (int64_t)h * (dim + 2), 0, (size_t)dim * sizeof(float));
+    }
+    for (int64_t at = begin; at < end; at += s->block_tokens) {
+        const char *page = (const char *)(intptr_t)pages[at / s->block_tokens];
+        int count = (int)(end - at < s->block_tokens ? end - at : s->block_tokens);
+        if (at + s->block_tokens < end) {
+            const char *next = (const char *)(intptr_t)pages[at / s->block_tokens + 1];
+            prefetch(next + s->k_offset, s->block_tokens * row_bytes);
+            prefetch(next + s->v_offset, s->block_tokens * row_bytes);
+        }
+        for (int from = 0; from < count; from += step) {
+            int many = count - from < step ? count - from : step;
+            widen(page + s->k_offset + from * row_bytes, s->is_bf16, many * width, wide);
+            for (int t = 0; t < many; t++) {
+                for (int kv = 0; kv < s->kv_heads; kv++) {
+                    const float *key = wide + t * width + kv * dim;
+                    for (int g = 0; g < s->group; g += 4) {
+                        int h = kv * s->group + g;
+                        const float *query = q + (int64_t)h * dim;
+                        float *to = &score[h][from + t];
+                        switch (s->group - g) {
+                        case 1: score_group(query, key, dim, 1, s->scale, to, BLOCK_MAX); break;
+                        case 2: score_group(query, key, dim, 2, s->scale, to, BLOCK_MAX); break;
+                        case 3: score_group(query, key, dim, 3, s->scale, to, BLOCK_MAX); break;
+                        default: score_group(query, key, dim, 4, s->scale, to, BLOCK_MAX);
+                        }
+                    }
+                }
             }
         }
-        for (int g = 0; g < group; g++) {
-            float top = peak[g];
-            for (int t = 0; t < count; t++) top = score[g][t] > top ? score[g][t] : top;
-            float shrink = exp_fast(peak[g] - top), sum = 0.0f;
-            for (int t = 0; t < count; t++) { score[g][t] = exp_fast(score[g][t] - top); sum += score[g][t]; }
-            total[g] = total[g] * shrink + sum;
-            peak[g] = top;
-            for (int d = 0; d < dim; d++) acc[g][d] *= shrink;
+        for (int h = 0; h < heads; h++) {
+            float top = peak[h], sum = 0.0f;
+            for (int t = 0; t < count; t++) top = score[h][t] > top ? score[h][t] : top;
+            float shrink = exp_fast(peak[h] - top);
+            for (int t = 0; t < count; t++) {
+                score[h][t] = exp_fast(score[h][t] - top);
+                sum += score[h][t];
+            }
+            total[h] = total[h] * shrink + sum;
+            if (top != peak[h]) {
+                float *acc = out + (int64_t)h * (dim + 2);
+                for (int d = 0; d < dim; d++) acc[d] *= shrink;
+            }
+            peak[h] = top;
         }
-        for (int t = 0; t < count; t++) {
-            widen(page + v_offset + t * row_bytes + head_bytes, is_bf16, dim, wide);
-            for (int g = 0; g < group; g++) {
-                float weight = score[g][t];
-                for (int d = 0; d < dim; d++) acc[g][d] += weight * wide[d];
+        for (int from = 0; from < count; from += step) {
+            int many = count - from < step ? count - from : step;
+            widen(page + s->v_offset + from * row_bytes, s->is_bf16, many * width, wide);
+            for (int h = 0; h < heads; h++) {
+                const float *value = wide + (int64_t)(h / s->group) * dim;
+                accumulate(&score[h][from], value, width, many, dim, out + (int64_t)h * (dim + 2));
             }
         }
     }
-    for (int g = 0; g < group; g++) {
-        float *slot = out + (int64_t)g * (dim + 2);
-        memcpy(slot, acc[g], (size_t)dim * sizeof(float));
-        slot[dim] = peak[g];
-        slot[dim + 1] = total[g];
+    for (int h = 0; h < heads; h++) {
+        out[(int64_t)h * (dim + 2) + dim] = peak[h];
+        out[(int64_t)h * (dim + 2) + dim + 1] = total[h];
     }
 }
 
 /* Returns 0, or -1 where a size exceeds what was compiled in. `scratch` has
- * splits_total * kv_heads * group * (dim + 2) floats; first_split[r] is the first split of row r. */
+ * splits_total * q heads * (dim + 2) floats; first_split[r] is the first split of row r. */
 int workmem_paged_attention(const float *q, float *out, const int64_t *pages, const int64_t *first_page,
                             const int64_t *lengths, const int64_t *first_split, float *scratch, int64_t rows,
                             int64_t splits_total, int64_t k_offset, int64_t v_offset, int block_tokens,
                             int kv_heads, int group, int dim, int is_bf16, float scale, int threads) {
-    if (group > GROUP_MAX || dim > DIM_MAX || block_tokens > BLOCK_MAX || SPLIT_TOKENS % block_tokens) return -1;
-    int64_t slot = (int64_t)group * (dim + 2);
-    int64_t jobs = splits_total * kv_heads;
+    shape s = {k_offset, v_offset, block_tokens, kv_heads, group, dim, is_bf16, scale};
+    int heads = kv_heads * group;
+    if (heads > HEADS_MAX || dim > DIM_MAX || dim % LANES || kv_heads * dim > WIDTH_MAX) return -1;
+    if (block_tokens > BLOCK_MAX || SPLIT_TOKENS % block_tokens) return -1;
+    int64_t slot = (int64_t)heads * (dim + 2);
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
-    for (int64_t job = 0; job < jobs; job++) {
-        int64_t split = job / kv_heads, row = 0;
-        int head = (int)(job % kv_heads);
-        while (row + 1 < rows && first_split[row + 1] <= split) row++;
-        int64_t begin = (split - first_split[row]) * SPLIT_TOKENS;
-        int64_t end = begin + SPLIT_TOKENS < lengths[row] ? begin + SPLIT_TOKENS : lengths[row];
-        attend_split(q + (row * kv_heads + head) * group * dim, pages + first_page[row], begin, end, k_offset,
-                     v_offset, block_tokens, kv_heads, head, group, dim, is_bf16, scale, scratch + job * slot);
+    for (int64_t split = 0; split < splits_total; split++) {
+        int64_t low = 0, high = rows - 1; /* the row this split belongs to */
+        while (low < high) {
+            int64_t middle = (low + high + 1) / 2;
+            if (first_split[middle] <= split) low = middle; else high = middle - 1;
+        }
+        int64_t begin = (split - first_split[low]) * SPLIT_TOKENS;
+        int64_t end = begin + SPLIT_TOKENS < lengths[low] ? begin + SPLIT_TOKENS : lengths[low];
+        attend_split(q + low * heads * dim, pages + first_page[low], begin, end, &s, scratch + split * slot);
     }
     for (int64_t row = 0; row < rows; row++) {
         int64_t last = row + 1 < rows ? first_split[row + 1] : splits_total;
-        for (int head = 0; head < kv_heads; head++) {
-            for (int g = 0; g < group; g++) {
-                float peak = -3.0e38f, total = 0.0f;
-                float *result = out + ((row * kv_heads + head) * group + g) * dim;
-                memset(result, 0, (size_t)dim * sizeof(float));
-                for (int64_t split = first_split[row]; split < last; split++) {
-                    const float *part = scratch + (split * kv_heads + head) * slot + (int64_t)g * (dim + 2);
-                    float top = part[dim] > peak ? part[dim] : peak;
-                    float old = exp_fast(peak - top), new = exp_fast(part[dim] - top);
-                    for (int d = 0; d < dim; d++) result[d] = result[d] * old + part[d] * new;
-                    total = total * old + part[dim + 1] * new;
-                    peak = top;
-                }
-                float inverse = 1.0f / total;
-                for (int d = 0; d < dim; d++) result[d] *= inverse;
+        for (int h = 0; h < heads; h++) {
+            float peak = -3.0e38f, total = 0.0f;
+            float *result = out + (row * heads + h) * dim;
+            memset(result, 0, (size_t)dim * sizeof(float));
+            for (int64_t split = first_split[row]; split < last; split++) {
+                const float *part = scratch + split * slot + (int64_t)h * (dim + 2);
+                float top = part[dim] > peak ? part[dim] : peak;
+                float old = exp_fast(peak - top), new = exp_fast(part[dim] - top);
+                for (int d = 0; d < dim; d++) result[d] = result[d] * old + part[d] * new;
+                total = total * old + part[dim + 1] * new;
+                peak = top;
             }
+            float inverse = 1.0f / total;
+            for (int d = 0; d < dim; d++) result[d] *= inverse;
         }
     }
     return 0;

@@ -33,7 +33,7 @@ class PackedRunner:
         layout = pages.layout
         group = model.config.num_attention_heads // layout.kv_heads
         usable = kernel is not None and kernel.supports(
-            group=group, dim=layout.head_dim, block_tokens=layout.block_tokens
+            kv_heads=layout.kv_heads, group=group, dim=layout.head_dim, block_tokens=layout.block_tokens
         )
         self._kernel = kernel if usable else None
         self._device = device

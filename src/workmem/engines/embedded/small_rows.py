@@ -4,9 +4,9 @@ A decoded token reads every weight once, so its speed is that of memory. Weights
 kept twice: as fp32 for many rows (prefill), where fp32 arithmetic is fastest, and as bf16 for few rows,
 where half the bytes are read. Memory: 6 bytes per weight instead of 4.
 
-Up to how many rows the twin is faster depends on the shape and the machine, so it is measured at start.
 Measured on 2 AVX2 cores over the layers of SmolLM2-135M, fp32 against bf16: 1 row 47 and 20 ms, 2 rows
-89 and 30 ms, 4 rows 99 and 56 ms; from 8 rows on fp32 wins.
+89 and 30 ms, 4 rows 99 and 56 ms; from 8 rows on (74 and 110 ms) fp32 wins. The bound is fixed: timing it
+at every start gave another answer on every busy machine, and so another rounding on every start.
 
 Results differ from fp32 by the rounding of activations to bf16, as in any bf16 engine; the output layer
 corrects its best candidates in fp32, so that the greedy choice does not hang on the rounding of logits.
@@ -14,20 +14,14 @@ corrects its best candidates in fp32, so that the greedy choice does not hang on
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-ROWS_TRIED = (1, 2, 4, 8)
+ROWS_MAX = 4
+"""Most rows that read the twin."""
 RESCORED = 64
 """Candidates of the output layer that are computed again in fp32."""
-_ROUNDS = 3
-_GAIN_MIN = 1.1
-_WEIGHTS_TIMED = 3
-_ROWS_TIMED = 8192
 
 
 class SmallRowsLinear(nn.Module):
@@ -69,64 +63,19 @@ class SmallRowsHead(SmallRowsLinear):
 
 
 def attach(model: PreTrainedModel) -> list[str]:
-    """Give the linear layers of `model` a bf16 twin where that is faster; returns sentences for the log.
+    """Give the linear layers of `model` a bf16 twin; returns sentences for the log.
 
-    Only layers whose weights are fp32 and exactly bf16 values are touched. Takes under 0.3 s.
+    Only layers whose weights are fp32 and exactly bf16 values are touched.
     """
-    by_shape: dict[tuple[int, int], list[tuple[nn.Module, str, nn.Linear]]] = {}
-    for parent in model.modules():
-        for name, child in parent.named_children():
-            if isinstance(child, nn.Linear) and _holds_bf16_values(child.weight):
-                by_shape.setdefault((child.out_features, child.in_features), []).append((parent, name, child))
     head = model.get_output_embeddings()
-    limits: list[int] = []
-    with torch.inference_mode():
-        for places in by_shape.values():
-            rows_max = calibrate([linear for _, _, linear in places[:_WEIGHTS_TIMED]])
-            if rows_max == 0:
-                continue
-            for parent, name, linear in places:
-                kind = SmallRowsHead if linear is head else SmallRowsLinear
-                setattr(parent, name, kind(linear, rows_max))
-                limits.append(rows_max)
-    if not limits:
-        return []
-    return [
-        f"{len(limits)} linear layers read bf16 weights for up to {min(limits)}-{max(limits)} rows (measured)."
-    ]
-
-
-def calibrate(linears: list[nn.Linear]) -> int:
-    """Most rows for which the bf16 twin is at least a tenth faster than fp32; 0 where it never is."""
-    rows_max = 0
-    weights = [linear.weight[:_ROWS_TIMED] for linear in linears]
-    twins = [weight.bfloat16() for weight in weights]
-    threads = torch.get_num_threads()
-    # One thread and its own clock: neighbours on the machine then cost both sides the same.
-    torch.set_num_threads(1)
-    try:
-        for rows in ROWS_TRIED:
-            x = torch.ones(rows, linears[0].in_features)
-            wide = _seconds(lambda x=x: [nn.functional.linear(x, weight) for weight in weights])
-            narrow = _seconds(
-                lambda x=x: [nn.functional.linear(x.bfloat16(), twin).float() for twin in twins]
-            )
-            if narrow * _GAIN_MIN > wide:
-                break
-            rows_max = rows
-    finally:
-        torch.set_num_threads(threads)
-    return rows_max
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    """Processor time of the best of a few runs: noise only ever adds."""
-    best = float("inf")
-    for _ in range(_ROUNDS):
-        start = time.thread_time()
-        call()
-        best = min(best, time.thread_time() - start)
-    return best
+    count = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.Linear) and _holds_bf16_values(child.weight):
+                kind = SmallRowsHead if child is head else SmallRowsLinear
+                setattr(parent, name, kind(child, ROWS_MAX))
+                count += 1
+    return [f"{count} linear layers read bf16 weights for up to {ROWS_MAX} rows."] if count else []
 
 
 def _holds_bf16_values(weight: torch.Tensor) -> bool:

@@ -34,6 +34,13 @@ class Node(Generic[T]):
 class EvictionOrder(Protocol[T]):
     """What a tier needs of an eviction policy."""
 
+    held_skips: int
+    """How often a victim was passed over because it was held (R4)."""
+
+    def __len__(self) -> int:
+        """Blocks in the order."""
+        ...
+
     def insert(self, item: T, key: Hashable, parent: Hashable, size: int) -> Node[T]:
         """A block became resident. `key` and `parent` link it to its chain; `size` in bytes."""
         ...
@@ -71,7 +78,6 @@ class SegmentedLru(Generic[T]):
         self._heap: list[tuple[bool, int, Node[T]]] = []
         self._stamp = 0
         self.held_skips = 0
-        """How often a victim was passed over because it was held (R4)."""
 
     def __len__(self) -> int:
         return len(self._nodes)

@@ -13,7 +13,7 @@ from workmem.core.errors import InvariantError
 from workmem.core.events import BlockAdmitted, BlockEvicted, BlockQuarantined, BoundReached
 from workmem.core.keys import BlockKey
 from workmem.core.outcomes import MissReason, TierName
-from workmem.policy.eviction import Node, SegmentedLru
+from workmem.policy.eviction import EvictionOrder, Node, SegmentedLru
 from workmem.store.arena import Arena
 from workmem.store.frames import Frame, FrameState, FrameTable
 from workmem.store.outbox import Outbox
@@ -30,7 +30,7 @@ class Residents:
         self.arena = arena
         self.outbox = outbox
         self.frames: FrameTable[Record] = FrameTable(arena.capacity_bytes)
-        self.order: SegmentedLru[Record] = SegmentedLru(int(arena.capacity_bytes * PROTECTED_SHARE))
+        self.order: EvictionOrder[Record] = SegmentedLru[Record](int(arena.capacity_bytes * PROTECTED_SHARE))
         self.spaces: dict[bytes, Space] = {}
         self.counts: Counter[str] = Counter()
         self.unwritten: deque[Record] = deque()

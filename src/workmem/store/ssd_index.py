@@ -10,7 +10,7 @@ import msgspec
 
 from workmem.core.events import BlockAdmitted, BlockEvicted
 from workmem.core.outcomes import MissReason, TierName
-from workmem.policy.eviction import SegmentedLru
+from workmem.policy.eviction import EvictionOrder, SegmentedLru
 from workmem.store.arena import ALIGNMENT_BYTES
 from workmem.store.frames import Frame
 from workmem.store.records import Record, Space
@@ -43,7 +43,7 @@ class SsdIndex:
 
     def __init__(self, state: Residents, capacity_bytes: int) -> None:
         self._state = state
-        self.order: SegmentedLru[Record] = SegmentedLru(int(capacity_bytes * PROTECTED_SHARE))
+        self.order: EvictionOrder[Record] = SegmentedLru[Record](int(capacity_bytes * PROTECTED_SHARE))
         self.segments: dict[int, Segment] = {}
         self.live_bytes = 0
         self.page_count = 0

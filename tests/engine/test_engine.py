@@ -346,3 +346,72 @@ def test_two_models_share_one_store_and_never_each_others_blocks(
         assert (await b.ask(tokens)).sources()["dram"] == 48
 
     asyncio.run(run())
+
+
+def test_fast_kv_is_never_a_hit_in_deterministic_mode(bench: Make, tmp_path: Path) -> None:
+    """Its sums were taken in another order: reused, it would break the promise of equal bits."""
+    tokens = prompt(64)
+
+    async def run(*, deterministic: bool, expect_cached: int) -> None:
+        world = bench(ssd=tmp_path / "ssd", dtype="fp32", deterministic=deterministic)
+        assert (await world.ask(tokens)).cached == expect_cached
+        await world.engine.close()
+        assert world.store is not None
+        world.store.close()
+
+    asyncio.run(run(deterministic=False, expect_cached=0))
+    asyncio.run(run(deterministic=True, expect_cached=0))
+    asyncio.run(run(deterministic=True, expect_cached=48))
+    asyncio.run(run(deterministic=False, expect_cached=48))
+
+
+def test_a_loader_that_fails_costs_time_and_nothing_else(bench: Make) -> None:
+    world = bench(dtype="fp32")
+
+    async def run() -> None:
+        expected = await world.ask(prompt(100))
+        await world.idle()
+        await world.engine.drop_vram()
+        inner = world.engine._pages.copy_in
+
+        def broken(*_: object) -> object:
+            world.engine._pages.copy_in = inner
+            raise RuntimeError("copy engine fell off")
+
+        world.engine._pages.copy_in = broken
+        got = await world.ask(prompt(100))
+        assert got.tokens == expected.tokens
+        assert got.sources() == {"computed": 100}
+        assert (await world.ask(prompt(100))).tokens == expected.tokens
+        await world.idle()
+
+    asyncio.run(run())
+
+
+def test_a_corrupt_page_is_not_read_in_place_either(bench: Make) -> None:
+    small = bench(vram_bytes="200KiB", batch_tokens=32, dtype="fp32")
+    tokens = prompt(350)
+
+    async def run() -> None:
+        expected = await small.ask(tokens, 10)
+        await small.idle()
+        assert small.store is not None
+        keys = block_keys(small.engine._root(""), tokens, 16)
+        lease = small.store.lease(small.engine._root(""), keys, owner="saboteur", ttl_s=60)
+        address = lease.page_address(7)
+        lease.release()
+        ctypes.memset(address + 5, 0x41, 3)
+        got = await small.ask(tokens, 10)
+        assert got.tokens == expected.tokens
+        assert got.sources() == {"dram": 112, "computed": 238}
+        assert got.usage.sources[1].reason is MissReason.CORRUPT
+        await small.idle()
+
+    asyncio.run(run())
+
+
+def test_after_the_end_a_request_is_told_so(bench: Make) -> None:
+    world = bench()
+    world.engine.stop()
+    with pytest.raises(EngineError, match="shutting down"):
+        asyncio.run(world.ask(prompt(20)))

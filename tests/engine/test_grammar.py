@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 import torch
@@ -59,6 +60,14 @@ def test_random_choices_under_the_mask_satisfy_the_schema(tiny, seed):
     assert value.keys() == {"count", "names"}
 
 
+@pytest.mark.parametrize("schema", [SCHEMA, "{}", '{"type": "object"}'])
+def test_answers_are_one_line(tiny, schema):
+    for seed in range(8):
+        text, _ = write(tiny, schema, seed, most=200)
+        outside_strings = re.sub(r'"(?:[^"\\]|\\.?)*("|$)', "", text)
+        assert not re.search(r"[,:](?! |$)|(?<![,:])\s|\s\s", outside_strings), text
+
+
 def test_any_json_value_is_allowed_by_the_empty_schema(tiny):
     one = Grammar.compile("{}", tiny, vocabulary=VOCABULARY)
     for token in tiny.encode('{"a": [1, "b", null, {"c": false}]}'):
@@ -103,3 +112,4 @@ def test_the_real_vocabulary_keeps_the_schema(smollm2):
     text, one = write(tokenizer, SCHEMA, 5, vocabulary=49152)
     assert one.is_complete
     assert json.loads(text).keys() == {"count", "names"}
+    assert text.startswith('{"count": ')

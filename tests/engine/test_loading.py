@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from workmem.core.errors import EngineError, InvariantError
 from workmem.core.keys import BlockKey
 from workmem.core.layout import Namespace
 from workmem.core.outcomes import Lookup, MissReason
@@ -179,5 +180,31 @@ def test_a_request_that_waits_for_its_pages_lets_others_compute(bench: Make) -> 
         assert answer.cached == 0
         assert answer.usage.sources[0].reason is MissReason.UNAVAILABLE
         assert store.leases[0].released == 1
+
+    asyncio.run(run())
+
+
+def test_a_rebuilt_ledger_takes_its_pending_saves_with_it(bench: Make) -> None:
+    """After a bug blocks are given out anew; a save still queued must not store their new bytes under the old key."""
+    store = SlowStore()
+    world = bench(store=store)
+
+    async def run() -> None:
+        await world.ask(TOKENS, 4)
+        waiting = list(store.queued)
+        assert waiting
+
+        def broken(*_: object) -> bool:
+            raise InvariantError("ledger is off by one")
+
+        world.engine._pool.name = broken
+        with pytest.raises(EngineError, match="switched off"):
+            await world.ask([9] * 40, 4)
+        for page in waiting:
+            with pytest.raises(InvariantError, match="rebuilt"):
+                page.copy_into(memoryview(bytearray(world.engine._loaded.layout.page_bytes)))
+            page.done(SaveState.DROPPED)
+        assert len((await world.ask(TOKENS, 4)).tokens) == 4
+        await world.idle()
 
     asyncio.run(run())

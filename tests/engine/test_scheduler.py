@@ -54,6 +54,7 @@ class World:
             block_tokens=BLOCK,
             batch_tokens=batch_tokens,
             running_max=running_max,
+            dram_blocks=0,
             sink=self.events.append,
         )
         self.now = 0.0
@@ -195,3 +196,104 @@ def test_any_load_finishes_whole(load: list[tuple[int, int, int, int, bool]]) ->
     for seq, output in sequences:
         assert seq.output_len == output
     assert world.pool.idle_count == 9
+
+
+class Dram(NoStore):
+    """Dram of enough room, whose saves let go of their blocks some steps late."""
+
+    def __init__(self, pool: BlockPool, delay: int) -> None:
+        self._pool = pool
+        self._delay = delay
+        self._held: list[tuple[int, int]] = []
+        self._step = 0
+
+    def save(self, seq: Sequence) -> None:
+        """As the saver does: hold what has become complete until it is copied."""
+        for index in range(max(seq.named, len(seq.spilled)), seq.computed // BLOCK):
+            block = seq.table[index - len(seq.spilled)]
+            if not seq.window:
+                self._pool.name(block, seq.keys[index])
+            self._pool.hold(block)
+            self._held.append((self._step + self._delay, block))
+        seq.named = max(seq.named, seq.computed // BLOCK)
+
+    def tick(self) -> None:
+        self._step += 1
+        done = [block for due, block in self._held if due <= self._step]
+        self._held = [(due, block) for due, block in self._held if due > self._step]
+        for block in done:
+            self._pool.let_go([block])
+
+    def spill(self, seq: Sequence, count: int) -> bool:
+        """The page is in dram as soon as it is complete; the saver's hold may still be on its way back."""
+        seq.spilled += [(None, index) for index in range(count)]  # pyright: ignore[reportArgumentType]
+        gone, seq.table = seq.table[:count], seq.table[count:]
+        self._pool.let_go(gone)
+        return True
+
+    def forget(self, seq: Sequence) -> None:
+        seq.spilled = []
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.integers(1, 12), st.integers(0, 2)), min_size=1, max_size=6),
+    st.integers(0, 4),
+)
+def test_contexts_larger_than_the_pool_never_break_the_ledger(
+    load: list[tuple[int, int, int]], delay: int
+) -> None:
+    """With shared prefixes, late saves and neighbours: nobody is promised a block that is not there."""
+    pool = BlockPool(10)
+    dram = Dram(pool, delay)
+    scheduler = Scheduler(
+        pool, dram, block_tokens=BLOCK, batch_tokens=8, running_max=3, dram_blocks=30, sink=lambda _: None
+    )
+    sequences = []
+    for number, (prompt, output, family) in enumerate(load):
+        tokens = [family * 1000 + position for position in range(prompt)]
+        request = GenerateRequest(id=f"r{number}", token_ids=tokens, sampling=SamplingParams())
+        seq = Sequence(
+            request, root=b"r" * 32, block_tokens=BLOCK, max_tokens=output, arrived=number, emit=ignore
+        )
+        scheduler.add(seq)
+        sequences.append((seq, output))
+    for step in range(3000):
+        if not scheduler.running and not scheduler.waiting:
+            break
+        for work in scheduler.plan(float(step)):
+            scheduler.computed(work.seq, work.start + work.count)
+            dram.save(work.seq)
+            if work.seq.computed == len(work.seq.tokens):
+                work.seq.tokens.append(7)
+                work.seq.extend_keys()
+                if work.seq.output_len >= work.seq.max_tokens:
+                    scheduler.finish(work.seq)
+        dram.tick()
+    assert all(seq.output_len == output for seq, output in sequences)
+    for _ in range(delay + 1):
+        dram.tick()
+    assert pool.idle_count == 10
+
+
+def test_small_requests_pass_a_crowd_that_does_not_fit() -> None:
+    world = World(8, batch_tokens=64)
+    world.add("first", [1] * 4, 8)  # 3 blocks
+    world.step()
+    for number in range(20):
+        world.add(f"big{number}", [10 + number] * 16, 8)  # 6 blocks each
+    world.add("small", [3] * 4, 4)  # 2 blocks
+    world.step()
+    assert "small" in {seq.id for seq in world.scheduler.running}
+
+
+def test_an_urgent_request_gets_a_place_when_all_are_taken() -> None:
+    world = World(30, running_max=2)
+    world.add("a", [1] * 4, 20, priority=3)
+    world.add("b", [2] * 4, 20, priority=3)
+    world.step()
+    world.add("urgent", [3] * 4, 4, priority=0)
+    world.step()
+    assert "urgent" in {seq.id for seq in world.scheduler.running}
+    world.run()
+    assert sorted(world.done) == ["a", "b", "urgent"]

@@ -81,6 +81,9 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
     weights_epoch: int = 0
     adapter: str = ""
     tenant_salt: str = ""
+    arithmetic: str = ""
+    """Set where results are promised to the bit: the kind of sums that made them. Empty where they agree
+    within rounding and may be shared by all."""
 
     def root(self) -> bytes:
         """The 32-byte first parent of every chain of this namespace (SHA-256 of all fields)."""

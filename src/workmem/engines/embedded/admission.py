@@ -44,11 +44,10 @@ def check(request: GenerateRequest, limits: Limits) -> int:
     prompt = len(request.token_ids)
     if prompt == 0:
         raise ClientError("the prompt is empty: send at least one token", param="prompt")
-    worst = max(request.token_ids)
-    if worst >= limits.vocabulary or min(request.token_ids) < 0:
-        raise ClientError(
-            f"token id {worst} is outside the vocabulary of {limits.vocabulary}", param="prompt"
-        )
+    low, high = min(request.token_ids), max(request.token_ids)
+    if low < 0 or high >= limits.vocabulary:
+        bad = low if low < 0 else high
+        raise ClientError(f"token id {bad} is outside the vocabulary of {limits.vocabulary}", param="prompt")
     if prompt >= limits.max_context:
         raise ContextTooLong(
             f"the prompt has {prompt} tokens and the model's context is {limits.max_context}: "

@@ -201,7 +201,7 @@ def _attend_plainly(
     heads, rows, dim = query.shape
     kv_heads = key.shape[0]
     grouped = query.reshape(kv_heads, heads // kv_heads, rows, dim)
-    score = torch.matmul(grouped, key[:, None].transpose(2, 3)).float() * scale
+    score = torch.matmul(grouped.float(), key[:, None].transpose(2, 3).float()) * scale
     if causal:
         ahead = torch.ones(rows, rows, dtype=torch.bool, device=query.device).triu(1)
         score = score.masked_fill(ahead, float("-inf"))
@@ -216,10 +216,10 @@ def merge(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         return parts[0][0]
     lse = torch.stack([part[1] for part in parts])
     weight = torch.softmax(lse.float(), dim=0)
-    out = parts[0][0] * weight[0][..., None].to(parts[0][0].dtype)
+    out = parts[0][0].float() * weight[0][..., None]
     for index in range(1, len(parts)):
-        out = out + parts[index][0] * weight[index][..., None].to(out.dtype)
-    return out
+        out = out + parts[index][0].float() * weight[index][..., None]
+    return out.to(parts[0][0].dtype)
 
 
 def _read_spilled(pages: KVPages, layer: int, spilled: list[tuple[Lease, int]]) -> torch.Tensor:

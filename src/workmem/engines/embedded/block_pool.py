@@ -16,6 +16,10 @@ from workmem.core.events import BlockEvicted, EventSink, discard
 from workmem.core.keys import BlockKey
 from workmem.core.outcomes import TierName
 
+GHOSTS_MAX = 65_536
+GHOST_BYTES = 8
+"""Evicted keys are remembered cut short: a mistaken one only names a miss wrongly."""
+
 
 class BlockPool:
     """`block_count` blocks, numbered from 0; each may carry the key of the prefix it completes."""
@@ -28,6 +32,7 @@ class BlockPool:
         self._by_key: dict[BlockKey, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict((block, None) for block in range(block_count))
         self.evicted_count = 0
+        self._ghosts: OrderedDict[bytes, None] = OrderedDict()
 
     @property
     def idle_count(self) -> int:
@@ -58,6 +63,10 @@ class BlockPool:
         if self._holds[block] == 0:
             del self._idle[block]
         self._holds[block] += 1
+
+    def was_evicted(self, key: BlockKey) -> bool:
+        """Whether a block of this key was here and had to make room, as far back as memory goes."""
+        return key[:GHOST_BYTES] in self._ghosts
 
     def take(self, count: int) -> list[int]:
         """Give out `count` blocks, each held once and without a key, evicting cached ones as needed."""
@@ -115,4 +124,7 @@ class BlockPool:
         del self._by_key[key]
         self._key[block] = None
         self.evicted_count += 1
+        self._ghosts[key[:GHOST_BYTES]] = None
+        if len(self._ghosts) > GHOSTS_MAX:
+            self._ghosts.popitem(last=False)
         self._sink(BlockEvicted(tier=TierName.VRAM, key=key.hex()[:16], reason=reason))

@@ -18,11 +18,12 @@ class EmbeddedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     served_name: str = ""
     """Name on the wire; empty takes the folder's name."""
     device: Annotated[str, Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    """Where the model computes; auto takes the first CUDA device, or the CPU where there is none."""
     dtype: Literal["bf16", "fp32"] = "bf16"
     """Of weights and KV. On a CPU without bf16 arithmetic sums run in fp32 over the same values."""
     deterministic: bool = False
-    """Bit-identical logits for any batch, split or tier (architecture law 2); needs fp32, slower."""
-    vram_bytes: str = "512MiB"
+    """Bit-identical logits for any batch, split or tier; needs fp32, slower."""
+    vram_bytes: str | int = "512MiB"
     """KV pool of running requests, also on a CPU."""
     max_context: Annotated[int, Meta(ge=0)] = 0
     """Tokens of prompt and output together; 0 takes the model's own limit."""

@@ -8,6 +8,7 @@ behind it; loading on the loader's.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections import deque
@@ -19,8 +20,15 @@ from typing import Any
 import torch
 
 from workmem.core.clock import Clock, SystemClock
-from workmem.core.errors import ConfigError, EngineError, InvariantError, QueueFull
-from workmem.core.events import EventSink, discard
+from workmem.core.errors import (
+    ClientError,
+    ConfigError,
+    EngineError,
+    InvariantError,
+    QueueFull,
+    WorkmemError,
+)
+from workmem.core.events import BoundReached, EventSink, discard
 from workmem.core.generation import Delta, GenerateRequest, ModelInfo, RenderedPrompt
 from workmem.core.layout import Namespace
 from workmem.core.units import parse_bytes
@@ -44,6 +52,8 @@ from workmem.store.contract import KVStore
 
 _LOG = logging.getLogger(__name__)
 _IDLE_SECONDS = 0.5
+TENANTS_MAX = 4096
+"""Each tenant is a namespace of its own in every tier, for as long as the process lives."""
 _SPILL_POLL_SECONDS = 0.002
 
 
@@ -81,6 +91,9 @@ class EmbeddedEngine:
         self._loader = PageLoader(self._pages, self._wake)
         self._runner = self._make_runner(cache_dir)
         self._output = OutputWriter(tokenizer, loaded.vocabulary, sink, clock)
+        self._roots: dict[str, bytes] = {}
+        # Before the limits are taken: dram's capacity depends on the pages it is to hold.
+        self._root("")
         self._limits = Limits.of(config, loaded, block_count=blocks, store=store)
         max_context = self._limits.max_context
         self.info = ModelInfo(
@@ -90,11 +103,11 @@ class EmbeddedEngine:
             dtype=config.dtype,
             created=int(clock.wall()),
         )
-        self._roots: dict[str, bytes] = {}
         self._reuse_off = False
         self._ready = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
         self._stopping = False
+        self._ended = False
         self._steps = 0
         self._tokens_computed = 0
         self._tokens_cached = 0
@@ -165,9 +178,13 @@ class EmbeddedEngine:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
         """See `Engine.generate`."""
         max_tokens = check(request, self._limits)
-        if len(self._scheduler.waiting) >= self._config.queue_max:
+        scheduler = self._scheduler
+        queued = len(scheduler.waiting) + len(self._inbox)
+        # A burst arrives between two steps: those who will run at once do not wait.
+        places = 0 if scheduler.waiting else self._config.running_max - len(scheduler.running)
+        if queued >= self._config.queue_max + places:
             raise QueueFull(
-                f"{len(self._scheduler.waiting)} requests are waiting, the bound is engine.queue_max={self._config.queue_max}",
+                f"{queued} requests are waiting, the bound is engine.queue_max={self._config.queue_max}",
                 retry_after_s=self._retry_after(),
             )
         grammar = None
@@ -183,7 +200,7 @@ class EmbeddedEngine:
 
         def emit(item: Delta | BaseException) -> None:
             # The loop may be gone when a client's event loop ends before the engine does.
-            if not loop.is_closed():
+            with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(deltas.put_nowait, item)
 
         seq = Sequence(
@@ -195,7 +212,8 @@ class EmbeddedEngine:
             emit=emit,
         )
         self._output.prepare(seq, grammar)
-        self._post(lambda: self._scheduler.add(seq))
+        if not self._post(lambda: self._scheduler.add(seq)):
+            raise EngineError("the server is shutting down")
         ended = False
         try:
             while not ended:
@@ -231,13 +249,21 @@ class EmbeddedEngine:
             "load_pages_total": load.pages,
             "load_pages_corrupt_total": load.corrupt,
             "reuse_disabled": float(self._reuse_off),
+            "engine_alive": float(self._thread.is_alive()),
         }
 
     async def drop_vram(self) -> int:
         """Forget every idle cached vram block; returns how many. For tests and benchmarks of the lower tiers."""
-        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         loop = asyncio.get_running_loop()
-        self._post(lambda: loop.call_soon_threadsafe(done.set_result, self._pool.drop_idle()) and None)
+        done: asyncio.Future[int] = loop.create_future()
+
+        def drop() -> None:
+            count = self._pool.drop_idle()
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(done.set_result, count)
+
+        if not self._post(drop):
+            raise EngineError("the server is shutting down")
         return await done
 
     async def close(self) -> None:
@@ -257,15 +283,9 @@ class EmbeddedEngine:
     # --- the engine thread ---
 
     def _run(self) -> None:
-        while True:
-            with self._ready:
-                jobs, self._inbox = list(self._inbox), deque()
-                stopping = self._stopping
-            for job in jobs:
-                job()
-            if stopping:
-                break
+        while not self._stopping:
             try:
+                self._do_inbox()
                 busy = self._step()
             except InvariantError:
                 _LOG.exception("bug in the cache: it is switched off, the engine goes on without it")
@@ -279,8 +299,16 @@ class EmbeddedEngine:
                 continue
             if not busy:
                 self._sleep()
+        with self._ready:
+            self._ended = True
+        self._do_inbox()
         for seq in [*self._scheduler.running, *self._scheduler.waiting]:
             self._end(seq, EngineError("the server is shutting down"))
+
+    def _do_inbox(self) -> None:
+        """What other threads have asked for; each job is taken out before it runs, so none can run twice."""
+        while self._inbox:
+            self._inbox.popleft()()
 
     @torch.inference_mode()
     def _step(self) -> bool:
@@ -288,6 +316,9 @@ class EmbeddedEngine:
         for seq, error in self._scheduler.failed:
             self._end(seq, error)
         self._scheduler.failed.clear()
+        for seq in self._scheduler.running:
+            if seq.window:
+                self._saver.offer(seq)
         work = [item for item in work if item.seq.phase is Phase.RUNNING]
         if not work:
             return False
@@ -331,22 +362,30 @@ class EmbeddedEngine:
 
     def _end(self, seq: Sequence, error: EngineError) -> None:
         self._scheduler.finish(seq)
-        seq.emit(error)
+        self._output.fail(seq, error)
 
     def _fail_running(self, error: EngineError) -> None:
-        for seq in list(self._scheduler.running):
-            self._end(seq, error)
+        try:
+            for seq in list(self._scheduler.running):
+                self._end(seq, error)
+        except InvariantError:
+            _LOG.exception("bug in the cache: it is switched off, the engine goes on without it")
+            self._reset()
 
     def _reset(self) -> None:
         """After a bug in our ledgers: nothing in vram can be trusted, so nothing is reused any more."""
         stranded = [*self._scheduler.running, *self._scheduler.waiting]
         self._reuse_off = True
+        # Whoever still reads or writes the old blocks ends first: they are about to be given out anew.
+        self._saver.close()
+        for seq in stranded:
+            with contextlib.suppress(WorkmemError):
+                self._restorer.forget(seq)
         self._build_ledgers()
+        error = EngineError("the cache met a bug of its own and was switched off; send the request again")
         for seq in stranded:
             seq.phase = Phase.DONE
-            seq.emit(
-                EngineError("the cache met a bug of its own and was switched off; send the request again")
-            )
+            self._output.fail(seq, error)
 
     def _build_ledgers(self) -> None:
         layout = self._loaded.layout
@@ -362,6 +401,7 @@ class EmbeddedEngine:
             block_tokens=layout.block_tokens,
             batch_tokens=self._config.batch_tokens,
             running_max=self._config.running_max,
+            dram_blocks=self._limits.dram_tokens // layout.block_tokens,
             sink=self._sink,
         )
 
@@ -371,10 +411,14 @@ class EmbeddedEngine:
         kernel = load_kernel(cache_dir) if self._pages.on_cpu else None
         return PackedRunner(self._loaded.model, self._pages, kernel, str(self._loaded.device))
 
-    def _post(self, job: Callable[[], None]) -> None:
+    def _post(self, job: Callable[[], None]) -> bool:
+        """Have the engine thread do `job`. False when it has ended and never will."""
         with self._ready:
+            if self._ended:
+                return False
             self._inbox.append(job)
             self._ready.notify_all()
+            return True
 
     def _wake(self) -> None:
         with self._ready:
@@ -393,8 +437,16 @@ class EmbeddedEngine:
     def _root(self, tenant: str) -> bytes:
         root = self._roots.get(tenant)
         if root is None:
+            if len(self._roots) >= TENANTS_MAX:
+                self._sink(BoundReached(name="engine.tenants", limit=TENANTS_MAX, detail=tenant[:64]))
+                raise ClientError(
+                    f"this server has seen {TENANTS_MAX} tenants and takes no new one: restart it"
+                )
             space = Namespace(
-                model_fingerprint=self._loaded.fingerprint, layout=self._loaded.layout, tenant_salt=tenant
+                model_fingerprint=self._loaded.fingerprint,
+                layout=self._loaded.layout,
+                tenant_salt=tenant,
+                arithmetic=tiles.arithmetic() if self._config.deterministic else "",
             )
             root = self._store.register(space) if self._store is not None else space.root()
             self._roots[tenant] = root

@@ -54,6 +54,10 @@ class KVPages:
         """K and V of whole blocks, a copy: [blocks, 2, block tokens, kv heads, dim]."""
         return self.tensor[:, layer].index_select(0, blocks)
 
+    def clear(self, block: int) -> None:
+        """Zero a page."""
+        self.tensor[block] = 0
+
     def copy_out(self, block: int, target: memoryview) -> None:
         """Copy a page's bytes into `target` (`page_bytes` long)."""
         if self._rows is not None:

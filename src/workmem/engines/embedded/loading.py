@@ -8,6 +8,7 @@ is thrown away.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from workmem.core.errors import LeaseError
 if TYPE_CHECKING:
     from workmem.engines.embedded.kv_pages import KVPages
     from workmem.store.contract import Lease
+
+_LOG = logging.getLogger(__name__)
 
 
 class LoadGate:
@@ -104,7 +107,12 @@ class PageLoader:
 
     def _run(self) -> None:
         while (gate := self._jobs.get()) is not None:
-            self._load(gate)
+            try:
+                self._load(gate)
+            except Exception:  # noqa: BLE001 - thread main: whatever went wrong, whoever waits at the gate must hear of it
+                _LOG.exception("loading pages failed; their tokens are computed")
+                gate.failed_at = 0
+                gate.arrive(gate.lease.layout.slice_count - 1)
             self._wake()
 
     def _load(self, gate: LoadGate) -> None:
@@ -126,5 +134,9 @@ class PageLoader:
                     break
             if usable < len(gate.blocks):
                 gate.failed_at = usable
+                if slice_index + 1 == layout.slice_count:
+                    # Half a page of somebody's bytes may read as NaN, which even a masked product would spread.
+                    for block in gate.blocks[usable:]:
+                        self._pages.clear(block)
             gate.arrive(slice_index)
         self.counters.pages += usable

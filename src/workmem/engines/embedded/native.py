@@ -83,7 +83,7 @@ class PagedAttentionKernel:
             kv_heads * group <= 128
             and dim <= 256
             and dim % 8 == 0
-            and kv_heads * dim <= 2048
+            and kv_heads * dim <= 16384
             and block_tokens <= 64
             and SPLIT_TOKENS % block_tokens == 0
         )
@@ -160,8 +160,8 @@ def _loaded_openmp() -> str | None:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8")
     except OSError:
         return None
-    for line in maps.splitlines():
-        path = line.split(maxsplit=5)[-1]
-        if "libgomp" in path or "libomp" in path or "libiomp" in path:
-            return path
-    return None
+    paths = {line.split(maxsplit=5)[-1] for line in maps.splitlines()}
+    found = sorted(path for path in paths if any(name in path for name in ("libgomp", "libomp", "libiomp")))
+    home = str(Path(torch.__file__).parent)
+    own = [path for path in found if path.startswith(home)]
+    return (own or found or [None])[0]

@@ -47,7 +47,21 @@ class OutputWriter:
         alive = [seqs[row] for row in rows]
         picked = logits if len(rows) == len(seqs) else logits[rows]
         chosen = sample(picked, [seq.request.sampling for seq in alive], [seq.sampler for seq in alive])
-        return ended + [seq for seq, token in zip(alive, chosen, strict=True) if self._take(seq, token)]
+        return ended + [
+            seq for seq, token in zip(alive, chosen, strict=True) if self._guarded_take(seq, token)
+        ]
+
+    def _guarded_take(self, seq: Sequence, picked: Sampled) -> bool:
+        try:
+            return self._take(seq, picked)
+        except Exception as error:  # noqa: BLE001 - request boundary: a decoder's failure is one request's, not the batch's
+            self.fail(seq, EngineError(f"the answer could not be decoded: {type(error).__name__}: {error}"))
+            return True
+
+    def fail(self, seq: Sequence, error: EngineError) -> None:
+        """The request ends in an error; that too is an event."""
+        seq.emit(error)
+        self._finished(seq, "error")
 
     def _allows(self, seq: Sequence, logits: torch.Tensor) -> bool:
         """Apply the grammar to a row in place. False if it can go no further: the request has failed."""
@@ -56,7 +70,7 @@ class OutputWriter:
         try:
             seq.grammar.mask(logits)
         except EngineError as error:
-            seq.emit(error)
+            self.fail(seq, error)
             return False
         return True
 
@@ -87,11 +101,7 @@ class OutputWriter:
         text = seq.text.push(token)
         reason = None
         if seq.grammar is not None:
-            try:
-                seq.grammar.accept(token)
-            except EngineError as error:
-                seq.emit(error)
-                return True
+            seq.grammar.accept(token)
         if seq.text.stopped_by is not None or (seq.grammar is not None and seq.grammar.is_done):
             reason = "stop"
         elif seq.output_len >= seq.max_tokens:
@@ -112,7 +122,7 @@ class OutputWriter:
                 if seq.request.sampling.logprobs is not None and is_output
                 else (),
                 finish_reason=reason,
-                usage=self._usage(seq) if ended else None,
+                usage=self._usage(seq, extra=0 if is_output else 1) if ended else None,
             )
         )
         if reason is not None:
@@ -127,8 +137,11 @@ class OutputWriter:
             tuple((token, name(token), logprob) for token, logprob in picked.top),
         )
 
-    def _usage(self, seq: Sequence) -> Usage:
-        return Usage(prompt_tokens=seq.prompt_len, completion_tokens=seq.output_len, sources=seq.sources)
+    def _usage(self, seq: Sequence, *, extra: int) -> Usage:
+        """`extra` counts an end mark: it was generated, though it is no text."""
+        return Usage(
+            prompt_tokens=seq.prompt_len, completion_tokens=seq.output_len + extra, sources=seq.sources
+        )
 
     def _finished(self, seq: Sequence, reason: str) -> None:
         now = self._clock.monotonic()

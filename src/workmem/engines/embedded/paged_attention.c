@@ -14,7 +14,7 @@
 #define SPLIT_TOKENS 256
 #define HEADS_MAX 128
 #define DIM_MAX 256
-#define WIDTH_MAX 2048 /* kv heads x dim */
+#define WIDE_FLOATS 16384 /* K or V widened at a time: kv heads x dim x tokens */
 #define BLOCK_MAX 64
 #define LANES 8
 #define LINE_BYTES 64
@@ -103,10 +103,10 @@ typedef struct {
 
 static void attend_split(const float *q, const int64_t *pages, int64_t begin, int64_t end, const shape *s, float *out) {
     float score[HEADS_MAX][BLOCK_MAX], peak[HEADS_MAX], total[HEADS_MAX];
-    float wide[BLOCK_MAX / 4 * WIDTH_MAX];
+    float wide[WIDE_FLOATS];
     int heads = s->kv_heads * s->group, dim = s->dim;
     int64_t width = (int64_t)s->kv_heads * dim, row_bytes = width * (s->is_bf16 ? 2 : 4);
-    int step = BLOCK_MAX / 4; /* tokens widened at a time */
+    int step = (int)(WIDE_FLOATS / width < 16 ? WIDE_FLOATS / width : 16); /* tokens widened at a time */
     for (int h = 0; h < heads; h++) {
         peak[h] = -3.0e38f;
         total[h] = 0.0f;
@@ -178,7 +178,7 @@ int workmem_paged_attention(const float *q, float *out, const int64_t *pages, co
                             int kv_heads, int group, int dim, int is_bf16, float scale, int threads) {
     shape s = {k_offset, v_offset, block_tokens, kv_heads, group, dim, is_bf16, scale};
     int heads = kv_heads * group;
-    if (heads > HEADS_MAX || dim > DIM_MAX || dim % LANES || kv_heads * dim > WIDTH_MAX) return -1;
+    if (heads > HEADS_MAX || dim > DIM_MAX || dim % LANES || kv_heads * dim > WIDE_FLOATS) return -1;
     if (block_tokens > BLOCK_MAX || SPLIT_TOKENS % block_tokens) return -1;
     int64_t slot = (int64_t)heads * (dim + 2);
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads)

@@ -9,8 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import xxhash
+
 from workmem.core.errors import CapacityError, EngineError
-from workmem.core.outcomes import MissReason, TierName
+from workmem.core.keys import BlockKey
+from workmem.core.outcomes import MissReason
 from workmem.engines.embedded.block_pool import BlockPool
 from workmem.engines.embedded.loading import PageLoader
 from workmem.engines.embedded.sequence import Sequence
@@ -49,30 +52,42 @@ class Restorer:
                 return True
             # The vram blocks the lease was to follow are gone meanwhile.
             self._release(seq)
-        if self._store is None or not seq.request.reuse:
-            seq.lookup_reason = MissReason.COLD
-            return True
         wanted = seq.keys[vram_blocks : self._last_allowed(seq)]
-        found = self._store.lookup(seq.root, wanted)
-        seq.lookup_reason = found.reason
-        if seq.reuse_denied and vram_blocks + found.blocks >= seq.reuse_denied:
-            seq.lookup_reason = seq.denied_reason
-        count = found.blocks
+        count = 0
+        reason: MissReason | None = MissReason.COLD
+        if self._store is not None and seq.request.reuse:
+            found = self._store.lookup(seq.root, wanted)
+            count, reason = found.blocks, found.reason
+            self._lease(seq, wanted[:count], vram_blocks)
+            if seq.lease is not None:
+                seq.lease_tiers = tuple(str(tier) for tier in found.tiers[: len(seq.lease.keys)])
+                if len(seq.lease.keys) < count:
+                    reason = MissReason.UNAVAILABLE
+        if reason is MissReason.COLD and count < len(wanted) and self._pool.was_evicted(wanted[count]):
+            reason = MissReason.EVICTED
+        if seq.reuse_denied and vram_blocks + count >= seq.reuse_denied:
+            reason = seq.denied_reason
+        seq.lookup_reason = reason
+        return seq.lease is None or self._is_settled(seq.lease)
+
+    def _lease(self, seq: Sequence, keys: list[BlockKey], start: int) -> None:
+        """Hold as many of `keys` as dram has room for."""
+        assert self._store is not None
+        count = len(keys)
         while count:
             try:
-                seq.lease = self._store.lease(seq.root, wanted[:count], owner=seq.id, ttl_s=LEASE_SECONDS)
-                break
+                lease = self._store.lease(seq.root, keys[:count], owner=seq.id, ttl_s=LEASE_SECONDS)
             except CapacityError:
                 count //= 2
-                seq.lookup_reason = MissReason.UNAVAILABLE
-        if seq.lease is None:
-            return True
-        seq.lease_start = vram_blocks
-        seq.lease_tiers = tuple(str(tier) for tier in found.tiers[:count])
-        if seq.lease.ready == len(seq.lease.keys):
-            return True
-        seq.lease.on_settled(self._wake)
-        return seq.lease.ready == len(seq.lease.keys) or seq.lease.failed is not None
+                continue
+            seq.lease, seq.lease_start = lease, start
+            if not self._is_settled(lease):
+                lease.on_settled(self._wake)
+            return
+
+    @staticmethod
+    def _is_settled(lease: Lease) -> bool:
+        return lease.ready == len(lease.keys) or lease.failed is not None
 
     def fetched(self, seq: Sequence, vram_blocks: int) -> int:
         """See `Fetcher.fetched`."""
@@ -92,7 +107,9 @@ class Restorer:
         lease, seq.lease = seq.lease, None
         if lease is None:
             return 0
-        count = min(lease.ready, seq.reusable_blocks)
+        count = self._sound(lease, min(lease.ready, seq.reusable_blocks))
+        if count < min(lease.ready, seq.reusable_blocks):
+            seq.lookup_reason = MissReason.CORRUPT
         seq.spilled = [(lease, index) for index in range(count)]
         if not count:
             lease.release()
@@ -102,18 +119,7 @@ class Restorer:
         """See `Fetcher.spill`. Raises EngineError when dram cannot take the pages within a bound."""
         if self._store is None:
             raise EngineError("a context larger than the vram pool needs a dram tier and there is none")
-        first = len(seq.spilled)
-        keys = seq.keys[first : first + count]
-        lease: Lease | None = None
-        found = self._store.lookup(seq.root, keys)
-        if found.blocks == count and all(tier == TierName.DRAM for tier in found.tiers):
-            try:
-                lease = self._store.lease(seq.root, keys, owner=seq.id, ttl_s=LEASE_SECONDS)
-            except CapacityError:
-                lease = None
-        if lease is None or lease.ready < count:
-            if lease is not None:
-                lease.release()
+        if not self._pages_in_dram(seq, count):
             since = self._spill_waits.setdefault(seq.id, self._monotonic())
             if self._monotonic() - since > SPILL_SECONDS_MAX:
                 raise EngineError(
@@ -121,10 +127,50 @@ class Restorer:
                 )
             return False
         self._spill_waits.pop(seq.id, None)
-        seq.spilled += [(lease, index) for index in range(count)]
-        gone, seq.table = seq.table[:count], seq.table[count:]
+        lease, seq.spilling = seq.spilling, None
+        assert lease is not None
+        moved = len(lease.keys)
+        seq.spilled += [(lease, index) for index in range(moved)]
+        gone, seq.table = seq.table[:moved], seq.table[moved:]
         self._pool.let_go(gone)
         return True
+
+    def _pages_in_dram(self, seq: Sequence, count: int) -> bool:
+        """Whether `seq.spilling` holds the next `count` blocks, checked. Asks for them where it does not."""
+        assert self._store is not None
+        first = len(seq.spilled)
+        if seq.spilling is None:
+            keys = seq.keys[first : first + count]
+            found = self._store.lookup(seq.root, keys).blocks
+            if found < count:
+                if not seq.saving:
+                    # Dropped on the way or pushed out since: vram still has them, so they are offered again.
+                    seq.named = min(seq.named, first + found)
+                return False
+            try:
+                seq.spilling = self._store.lease(seq.root, keys, owner=seq.id, ttl_s=LEASE_SECONDS)
+            except CapacityError:
+                return False
+        lease = seq.spilling
+        if lease.ready < len(lease.keys) and lease.failed is None:
+            return False
+        if self._sound(lease, lease.ready) < len(lease.keys):
+            lease.release()
+            seq.spilling = None
+            return False
+        return True
+
+    def _sound(self, lease: Lease, count: int) -> int:
+        """How many leading pages pass their check where they lie: they will be read in place (rule R6)."""
+        layout = lease.layout
+        for index in range(count):
+            page, wanted = lease.page(index), lease.checksums(index)
+            for part, checksum in enumerate(wanted):
+                start, end = layout.slice_span(part)
+                if xxhash.xxh3_64_intdigest(page[start:end]) != checksum:
+                    lease.quarantine(index)
+                    return index
+        return count
 
     def settle(self, seq: Sequence) -> int | None:
         """After the step that used a load: give the lease back. Returns the first bad block, or None.
@@ -152,6 +198,9 @@ class Restorer:
         self._release(seq)
         for lease in {id(lease): lease for lease, _ in seq.spilled}.values():
             lease.release()
+        if seq.spilling is not None:
+            seq.spilling.release()
+            seq.spilling = None
         seq.spilled = []
         self._spill_waits.pop(seq.id, None)
 

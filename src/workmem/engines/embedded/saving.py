@@ -6,8 +6,10 @@ The saver only queues: a store thread copies the page, and until it has, the blo
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 
+from workmem.core.errors import InvariantError
 from workmem.engines.embedded.block_pool import BlockPool
 from workmem.engines.embedded.kv_pages import KVPages
 from workmem.engines.embedded.sequence import Sequence
@@ -29,6 +31,8 @@ class PageSaver:
         self._pool = pool
         self._pages = pages
         self._post = post
+        self._lock = threading.Lock()
+        self._closed = False
 
     def offer(self, seq: Sequence) -> None:
         """Name the blocks of `seq` that have become complete, and queue those the store does not hold."""
@@ -38,10 +42,13 @@ class PageSaver:
         writes: list[PageWrite] = []
         for index in range(max(seq.named, len(seq.spilled)), complete):
             block = seq.table[index - len(seq.spilled)]
-            self._pool.name(block, seq.keys[index])
+            if not seq.window:
+                # A block that is spilled next must be nobody else's: those who share it find it in dram.
+                self._pool.name(block, seq.keys[index])
             if self._store is None or index < seq.restored:
                 continue
             self._pool.hold(block)
+            seq.saving += 1
             writes.append(
                 PageWrite(
                     block=BlockId(
@@ -50,8 +57,8 @@ class PageSaver:
                         tokens=seq.block_of_tokens(index),
                         depth=index,
                     ),
-                    copy_into=functools.partial(self._pages.copy_out, block),
-                    done=functools.partial(self._saved, block),
+                    copy_into=functools.partial(self._copy, block),
+                    done=functools.partial(self._saved, seq, block),
                 )
             )
         seq.named = max(seq.named, complete)
@@ -59,6 +66,22 @@ class PageSaver:
             assert self._store is not None
             self._store.save(seq.root, writes)
 
-    def _saved(self, block: int, state: SaveState) -> None:
+    def close(self) -> None:
+        """Nothing still queued may be stored any more: the blocks are about to hold other bytes."""
+        with self._lock:
+            self._closed = True
+
+    def _copy(self, block: int, target: memoryview) -> None:
+        with self._lock:
+            if self._closed:
+                raise InvariantError("the vram ledger was rebuilt while a page waited to be saved")
+            self._pages.copy_out(block, target)
+
+    def _saved(self, seq: Sequence, block: int, state: SaveState) -> None:
         del state  # counted by the store; for the block it makes no difference
-        self._post(lambda: self._pool.let_go([block]))
+
+        def book() -> None:
+            seq.saving -= 1
+            self._pool.let_go([block])
+
+        self._post(book)

@@ -21,8 +21,8 @@ from workmem.engines.embedded.block_pool import BlockPool
 from workmem.engines.embedded.sequence import Phase, Sequence
 
 BYPASS_MAX = 64
-LOOKAHEAD_MAX = 16
-"""Waiting requests looked at per step: each may hold a lease on dram while it waits."""
+LEASES_WAITING_MAX = 16
+"""Waiting requests that may hold a lease on dram at a time."""
 
 
 class Verdict(StrEnum):
@@ -97,13 +97,13 @@ class Scheduler:
         block_tokens: int,
         batch_tokens: int,
         running_max: int,
+        dram_blocks: int,
         sink: EventSink,
     ) -> None:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.preempted_count = 0
         self.pending_count = 0
-        self.pressure_count = 0
         self.failed: list[tuple[Sequence, EngineError]] = []
         """Running sequences that cannot go on; whoever called `plan` finishes them."""
         self._pool = pool
@@ -111,6 +111,7 @@ class Scheduler:
         self._block_tokens = block_tokens
         self._batch_tokens = batch_tokens
         self._running_max = running_max
+        self._dram_blocks = dram_blocks
         self._sink = sink
         self._computing: dict[BlockKey, Sequence] = {}
 
@@ -179,17 +180,22 @@ class Scheduler:
 
     def _admit(self, now: float) -> None:
         passed: list[Sequence] = []
-        for seq in self.waiting[:LOOKAHEAD_MAX]:
-            if len(self.running) >= self._running_max:
+        leases = sum(1 for seq in self.waiting if seq.lease is not None)
+        for seq in list(self.waiting):
+            if len(self.running) >= self._running_max and not self._preempt_for(seq, slots=1):
                 break
-            verdict = self._try_admit(seq, now)
-            if verdict is Verdict.NO_ROOM and self._preempt_for(seq):
-                verdict = self._try_admit(seq, now)
+            had_lease = seq.lease is not None
+            verdict = self._try_admit(seq, now, may_lease=had_lease or leases < LEASES_WAITING_MAX)
+            if verdict is Verdict.NO_ROOM and self._preempt_for(seq, slots=0):
+                verdict = self._try_admit(seq, now, may_lease=True)
+            leases += (seq.phase is Phase.WAITING and seq.lease is not None) - had_lease
             if verdict is Verdict.ADMITTED:
                 for other in passed:
                     other.bypassed += 1
             elif verdict is Verdict.NO_ROOM:
-                self.pressure_count += 1
+                if any(running.window for running in self.running):
+                    # Whoever is larger than the pool needs dram to go on; whoever waits can ask again.
+                    self._fetcher.forget(seq)
                 if seq.bypassed >= BYPASS_MAX:
                     if seq.bypassed == BYPASS_MAX:
                         seq.bypassed += 1
@@ -197,23 +203,35 @@ class Scheduler:
                     break
                 passed.append(seq)
 
-    def _try_admit(self, seq: Sequence, now: float) -> Verdict:
+    def _try_admit(self, seq: Sequence, now: float, *, may_lease: bool) -> Verdict:
         reusable = seq.keys[: seq.reusable_blocks] if seq.request.reuse else []
-        oversize = seq.total_blocks > self._pool.block_count
+        oversize = self._is_oversize(seq)
         hits = [] if oversize else self._pool.match(reusable)
-        if not self._fetcher.fetch(seq, len(hits)):
-            return Verdict.FETCHING
-        fetched = self._fetcher.fetched(seq, len(hits))
-        covered = len(hits) + fetched
-        if covered < len(reusable) and reusable[covered] in self._computing:
-            self.pending_count += 1
-            return Verdict.PENDING
-        committed = min(seq.total_blocks, self._window_blocks()) if oversize else seq.total_blocks
+        committed = self._commitment(seq)
         need = committed - len(hits) + self._pool.idle_among(hits)
         if need > self._pool.idle_count - self.outstanding():
             return Verdict.NO_ROOM
+        if oversize and seq.total_blocks + self._spilling_blocks() > self._dram_blocks:
+            return Verdict.NO_ROOM
+        if not may_lease or not self._fetcher.fetch(seq, len(hits)):
+            return Verdict.FETCHING
+        covered = len(hits) + self._fetcher.fetched(seq, len(hits))
+        if covered < len(reusable) and reusable[covered] in self._computing:
+            self.pending_count += 1
+            return Verdict.PENDING
         self._start(seq, hits, committed=committed, oversize=oversize, now=now)
         return Verdict.ADMITTED
+
+    def _is_oversize(self, seq: Sequence) -> bool:
+        return seq.total_blocks > self._pool.block_count
+
+    def _commitment(self, seq: Sequence) -> int:
+        """Vram blocks to promise: the whole growth, or of a context larger than the pool half the pool."""
+        return max(self._pool.block_count // 2, 2) if self._is_oversize(seq) else seq.total_blocks
+
+    def _spilling_blocks(self) -> int:
+        """Dram blocks promised to running sequences larger than the pool: their whole growth as well."""
+        return sum(seq.total_blocks for seq in self.running if seq.window)
 
     def _start(self, seq: Sequence, hits: list[int], *, committed: int, oversize: bool, now: float) -> None:
         for block in hits:
@@ -260,22 +278,25 @@ class Scheduler:
         """Blocks promised to running sequences and not yet taken."""
         return sum(seq.committed - len(seq.table) for seq in self.running)
 
-    def _window_blocks(self) -> int:
-        """Vram a sequence larger than the pool may use: half of it, so that others still get in."""
-        return max(self._pool.block_count // 2, 2)
-
-    def _preempt_for(self, seq: Sequence) -> bool:
-        """Make room for a more urgent request, last come first to go, if that is enough."""
+    def _preempt_for(self, seq: Sequence, *, slots: int) -> bool:
+        """Make room, and `slots` places, for a more urgent request, last come first to go, if that is enough."""
         victims = sorted(
             (r for r in self.running if r.request.priority > seq.request.priority), key=lambda r: r.order
         )
-        gain = sum(victim.committed for victim in victims)
-        needed = min(seq.total_blocks, self._pool.block_count)
+        needed = self._commitment(seq)
+        gain = sum(self._gain(victim) for victim in victims)
         if not victims or needed > self._pool.idle_count - self.outstanding() + gain:
             return False
-        while victims and needed > self._pool.idle_count - self.outstanding():
+        freed = 0
+        while victims and (freed < slots or needed > self._pool.idle_count - self.outstanding()):
             self.preempt(victims.pop(), by=seq.id, reason="priority")
+            freed += 1
         return True
+
+    def _gain(self, victim: Sequence) -> int:
+        """Blocks that go idle or unpromised when `victim` gives way; shared ones and those being saved do not."""
+        alone = sum(1 for block in victim.table if self._pool.holds(block) == 1)
+        return alone + victim.committed - len(victim.table)
 
     # --- blocks ---
 
@@ -294,6 +315,10 @@ class Scheduler:
                     return False
             except EngineError as error:
                 self.failed.append((seq, error))
+                return False
+            # A spilled block goes idle only when its save has let go of it too.
+            others = self.outstanding() - (seq.committed - len(seq.table))
+            if needed > self._pool.idle_count - others:
                 return False
         seq.table += self._pool.take(needed)
         return True

@@ -63,11 +63,14 @@ class Sequence:
         self.lease: Lease | None = None
         self.lease_start = 0
         self.lease_tiers: tuple[str, ...] = ()
-        self.lease_settled = True
         self.lookup_reason: MissReason | None = None
         self.gate: LoadGate | None = None
         self.spilled: list[tuple[Lease, int]] = []
         """Leading blocks read in place from dram: (lease, page index in it)."""
+        self.spilling: Lease | None = None
+        """Pages about to replace leading vram blocks, on their way to dram."""
+        self.saving = 0
+        """Blocks of this sequence that the store has not finished copying."""
         self.window = 0
         """Most vram blocks a sequence larger than the pool may use at a time; 0 if it fits."""
         self.reuse_denied = 0
@@ -79,7 +82,6 @@ class Sequence:
         self.text: OutputText
         self.grammar: Grammar | None = None
         self.eos_ids: frozenset[int] = frozenset()
-        self.cancelled = False
         self.bypassed = 0
         """Admissions that overtook this sequence because it did not fit."""
         self.arrived = arrived

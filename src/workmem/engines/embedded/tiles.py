@@ -26,6 +26,12 @@ NAME = "workmem_tiles"
 KEY_TILE_TOKENS = 256
 
 
+def arithmetic() -> str:
+    """What the bits depend on besides weights and tokens; KV made otherwise is never a hit in this mode."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"tiles {torch.__version__} {capability} {torch.get_num_threads()} threads"
+
+
 @dataclasses.dataclass(slots=True)
 class Tile:
     """Positions [start, start + block) of one request, of which rows [first, last) are new."""

@@ -69,9 +69,7 @@ class ModelTokenizer:
         for name in sorted(self._reserved & kwargs.keys()):
             raise ClientError(f"chat_template_kwargs.{name} cannot be set", param="chat_template_kwargs")
         template = self._template(tools)
-        chat = [_plain_content(message, index) for index, message in enumerate(messages)]
-        if "developer" not in template:
-            chat = developer_as_system(chat)
+        chat = list(messages) if "developer" in template else developer_as_system(messages)
         if "tools" in template:
             given = list(tools)
             chat = [_parsed_calls(message) for message in chat]
@@ -158,24 +156,6 @@ def _needles(chat: Sequence[dict[str, Any]], paths: Sequence[str]) -> list[Needl
                 field = path.removesuffix("content") + f"tool_calls[{number}].function.arguments"
                 needles.append(Needle(len(needles), field, index, number, "arguments", arguments))
     return needles
-
-
-def _plain_content(message: dict[str, Any], index: int) -> dict[str, Any]:
-    """`message` with text content: parts are joined by a newline, None becomes empty."""
-    content: Any = message.get("content")
-    if content is None:
-        return {**message, "content": ""}
-    if isinstance(content, str):
-        return message
-    texts: list[str] = []
-    for number, part in enumerate(content):
-        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-            raise ClientError(
-                f"messages[{index}].content[{number}] is not a text part; this model reads text only",
-                param=f"messages[{index}].content[{number}]",
-            )
-        texts.append(part["text"])
-    return {**message, "content": "\n".join(texts)}
 
 
 def _parsed_calls(message: dict[str, Any]) -> dict[str, Any]:

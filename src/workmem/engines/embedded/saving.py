@@ -25,7 +25,7 @@ class PageSaver:
         pool: BlockPool,
         pages: KVPages,
         *,
-        post: Callable[[Callable[[], None]], None],
+        post: Callable[[Callable[[], None]], object],
     ) -> None:
         self._store = store
         self._pool = pool

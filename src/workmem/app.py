@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
 from starlette.applications import Starlette
 
 from workmem.config import Config
@@ -17,6 +18,7 @@ from workmem.gateway.app import build_app
 from workmem.gateway.metrics import Metrics
 from workmem.gateway.upstream import build_upstream_app
 from workmem.index.history import PromptHistory
+from workmem.store.config import StoreConfig
 from workmem.store.store import Store
 
 if TYPE_CHECKING:
@@ -55,7 +57,7 @@ def open_app(config: Config, *, cache_dir: Path, progress: Progress) -> Generato
         # Found first: a wrong name is then told before memory is taken for it.
         progress.begin("looking for the model")
         folder = prepare(config.engine.model, cache_dir, progress.begin)
-        store = _open_store(config, metrics.events, progress)
+        store = _open_store(config.store, cache_dir, metrics.events, progress)
         stack.callback(store.close)
         gauges.sources.append(store)
         engine = _open_engine(config, store, metrics.events, folder, cache_dir, progress)
@@ -66,14 +68,16 @@ def open_app(config: Config, *, cache_dir: Path, progress: Progress) -> Generato
         yield build_app(engine, config.server, history=history, metrics=metrics)
 
 
-def _open_store(config: Config, sink: EventSink, progress: Progress) -> Store:
+def _open_store(config: StoreConfig, cache_dir: Path, sink: EventSink, progress: Progress) -> Store:
     progress.begin("opening the store")
-    store = Store(config.store, sink)
-    size = format_bytes(parse_bytes(config.store.dram.bytes))
-    tiers = f"dram {size}"
-    if config.store.ssd.enabled:
+    ssd = msgspec.structs.replace(config.ssd, path=config.ssd.path or str(cache_dir / "store"))
+    store = Store(msgspec.structs.replace(config, ssd=ssd), sink)
+    tiers = f"dram {format_bytes(parse_bytes(config.dram.bytes))}"
+    if store.ssd_problem:
+        tiers += f"; ssd {ssd.path} {store.ssd_problem}"
+    elif ssd.enabled:
         blocks = int(store.gauges()["store_ssd_pages"])
-        tiers += f", ssd {config.store.ssd.path} with {blocks} blocks from before"
+        tiers += f", ssd {ssd.path} with {blocks} blocks from before"
     progress.end(f"store opened: {tiers}")
     return store
 

@@ -7,14 +7,14 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from workmem.core.errors import ConfigError
 from workmem.core.outcomes import MissReason, TierName
-from workmem.store.config import DramConfig, SsdConfig, StoreConfig
+from workmem.store.config import DramConfig, StoreConfig
 from workmem.store.contract import PageWrite, SaveState
+from workmem.store.store import Store
 from workmem.testing.pages import SLICED, Chain, namespace, read_all, settle
 
 pytestmark = pytest.mark.timeout(60)
@@ -261,11 +261,11 @@ def test_killed_writer_leaves_every_flushed_page_and_no_wrong_one(kit):
         start = last + 1
 
 
-def test_default_configuration_names_a_folder_under_home():
-    config = StoreConfig()
-    assert config.dram == DramConfig(bytes="2GiB")
-    assert SsdConfig().path.startswith("~/")
-    assert Path(config.ssd.path).expanduser().is_absolute()
+def test_no_folder_is_never_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"^\$\.store\.ssd\.path: is empty"):
+        Store(StoreConfig(dram=DramConfig(bytes="1MiB")))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_quarantined_page_stays_gone_after_a_restart(kit):

@@ -22,8 +22,8 @@ class SsdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     enabled: bool = True
     """Without it nothing outlives the process."""
-    path: str = "~/.cache/workmem/store"
-    """Folder; owned by one process at a time."""
+    path: str = ""
+    """Folder, owned by one process at a time; empty takes `store` in the cache folder (`$XDG_CACHE_HOME/workmem`, by default `~/.cache/workmem`)."""
     bytes: str | int = "8GiB"
     """Most bytes of segment files; the journal comes on top (about 120 bytes a page)."""
     io: Literal["direct", "buffered"] = "direct"

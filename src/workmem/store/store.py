@@ -60,6 +60,8 @@ class Store:
         self._pool = Pool(self._arena, self._clock, sink)
         self._breaker = Breaker(self._clock, sink, config.ssd.retry_s)
         self._tier: SsdTier | None = None
+        self.ssd_problem = ""
+        """Why dram serves alone although the ssd is enabled; empty where it does not."""
         try:
             if config.ssd.enabled:
                 self._tier = self._open_ssd(device or HostDevice(), sink, ssd_bytes)
@@ -211,8 +213,8 @@ class Store:
         except OSError as error:
             # The disk, not the setting: what can be served without it is served.
             folder.close()
-            reason = f"cannot be opened ({error}); dram serves alone until the next start"
-            sink(TierStateChanged(tier=TierName.SSD, state="error", reason=reason))
+            self.ssd_problem = f"cannot be opened ({error}); dram serves alone until the next start"
+            sink(TierStateChanged(tier=TierName.SSD, state="error", reason=self.ssd_problem))
             return None
         except BaseException:
             folder.close()

@@ -27,6 +27,9 @@ class StoreFolder:
     """An ssd tier's folder, locked for this process until `close`."""
 
     def __init__(self, path: str) -> None:
+        if not path:
+            # It would be the working directory, which nobody meant.
+            raise ConfigError("$.store.ssd.path: is empty; name a folder")
         self.path = Path(path).expanduser()
         self.segments = self.path / "segments"
         try:

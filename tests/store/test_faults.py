@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from workmem.core.events import BlockQuarantined, TierStateChanged
+from workmem.core.events import BlockPromoted, BlockQuarantined, TierStateChanged
 from workmem.core.outcomes import MissReason, TierName
 from workmem.store.contract import SaveState
 from workmem.testing.faulty_device import FaultPlan, FaultyDevice
@@ -163,7 +163,9 @@ def test_one_bad_sector_costs_one_page(kit, plan):
     settle(lease)
     assert (lease.ready, lease.failed) == (0, MissReason.UNAVAILABLE)
     lease.release()
-    again.audit()
+    again.close()
+    promoted = sum(event.blocks for event in kit.of(BlockPromoted))
+    assert promoted == again.gauges()["store_promoted_total"] == 7, "the page that failed never arrived"
 
 
 def test_disk_that_stops_reading_is_left_alone_then_tried_again(kit, plan):

@@ -1,4 +1,6 @@
-"""Every decision is an event with a reason. Metrics, explain and tests read this one stream.
+"""Every decision is an event with a reason: metrics count this one stream, tests read it.
+
+What `explain` shows comes with a request's answer (`Usage.sources`), not from here.
 
 Emitters call an `EventSink`; a sink never raises and never blocks. Keys are hex, cut to 16 digits:
 enough to join on, never enough to look a block up.
@@ -34,7 +36,7 @@ class BlockEvicted(Event, frozen=True, kw_only=True):
 
 
 class BlockPromoted(Event, frozen=True, kw_only=True):
-    """Pages moved toward the accelerator for a request."""
+    """Pages arrived in a tier nearer to the accelerator; `page_bytes` is the size of each."""
 
     source: TierName
     target: TierName

@@ -11,7 +11,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from workmem.core.events import (
     BlockAdmitted,
     BlockEvicted,
-    BlockPromoted,
     BlockQuarantined,
     BoundReached,
     Event,
@@ -81,7 +80,10 @@ class Metrics:
 
 
 class EventCounter:
-    """An `EventSink` that counts. Thread-safe, and bounded: labels are tiers, reasons and bound names."""
+    """An `EventSink` that counts. Thread-safe, and bounded: labels are tiers, reasons and bound names.
+
+    What the store counts itself (`store_promoted_total` and its bytes) is a reading and not counted again here.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -91,8 +93,6 @@ class EventCounter:
         self._bounds = counter("bound_reached", "Bounds hit, by name.", "name")
         self._evicted = counter("blocks_evicted", "Pages that made room.", "tier", "reason")
         self._admitted = counter("blocks_admitted", "Pages that became resident.", "tier")
-        self._moved = counter("blocks_promoted", "Pages moved toward the accelerator.", "source", "target")
-        self._moved_bytes = counter("promoted_bytes", "Bytes of those pages.", "source", "target")
         self._quarantined = counter("blocks_quarantined", "Pages that failed a check.", "tier", "reason")
         self._tier_states = counter("tier_state_changes", "A tier tripped or came back.", "tier", "state")
         self._preempted = counter("requests_preempted", "Requests that gave way.", "reason")
@@ -107,9 +107,6 @@ class EventCounter:
                 self._evicted.labels(event.tier, event.reason).inc()
             case BlockAdmitted():
                 self._admitted.labels(event.tier).inc()
-            case BlockPromoted():
-                self._moved.labels(event.source, event.target).inc(event.blocks)
-                self._moved_bytes.labels(event.source, event.target).inc(event.page_bytes)
             case BlockQuarantined():
                 self._quarantined.labels(event.tier, event.reason).inc()
             case TierStateChanged():

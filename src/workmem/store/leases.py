@@ -104,13 +104,13 @@ class LeaseTable:
                 self._end(lease, "closed")
             self._deadlines.clear()
 
-    def promoted(self, promotion: Promotion, tokens: tuple[int, ...], checksums: tuple[int, ...]) -> None:
-        """The page is in its frame and verified: make it visible and tell who waits."""
+    def promoted(self, promotion: Promotion, tokens: tuple[int, ...], checksums: tuple[int, ...]) -> bool:
+        """The page is in its frame and verified: make it visible and tell who waits. False if nobody has use for it."""
         record, frame = promotion.record, promotion.frame
         with self._state.outbox:
             if record.space.records.get(record.key) is not record:
                 self._lose(promotion, MissReason.CORRUPT)
-                return
+                return False
             record.promotion = None
             self._state.admit(record, frame, tokens, checksums)
             if record.dram_node is not None and promotion.waiters:
@@ -124,6 +124,7 @@ class LeaseTable:
                     lease.checks[index] = checksums
                     self._advance(lease)
             self._state.outbox.changed.notify_all()
+            return True
 
     def promotion_failed(self, promotion: Promotion, reason: MissReason) -> None:
         """The page did not arrive or is not what was written: its ssd copy leaves service (R6)."""

@@ -78,19 +78,20 @@ class ReaderThreads:
                 buffers.append(arena.writable(promotion.frame.offset, promotion.frame.size))
             try:
                 error = self._fill(run, buffers)
-                if error is not None:
-                    self._retry_alone(run, buffers, error)
-                else:
-                    self._settle(run, buffers)
+                arrived = (
+                    self._settle(run, buffers) if error is None else self._retry_alone(run, buffers, error)
+                )
             finally:
                 for buffer in buffers:
                     buffer.release()
+        if not arrived:
+            return
         seconds = self._clock.monotonic() - started
         self._sink(
             BlockPromoted(
                 source=TierName.SSD,
                 target=TierName.DRAM,
-                blocks=len(run),
+                blocks=arrived,
                 page_bytes=layout.page_bytes,
                 seconds=seconds,
             )
@@ -103,22 +104,27 @@ class ReaderThreads:
             return error
         return None
 
-    def _retry_alone(self, run: list[Promotion], buffers: list[memoryview], error: OSError) -> None:
-        """One bad sector must not cost its neighbours: read each page by itself."""
+    def _retry_alone(self, run: list[Promotion], buffers: list[memoryview], error: OSError) -> int:
+        """One bad sector must not cost its neighbours: read each page by itself. Returns how many arrived."""
         if len(run) == 1:
             self._breaker.read_failed(error)
             self._pool.leases.promotion_failed(run[0], MissReason.UNAVAILABLE)
-            return
+            return 0
+        arrived = 0
         for position, promotion in enumerate(run):
             mine = buffers[2 * position : 2 * position + 2]
             alone = self._fill([promotion], mine)
-            if alone is not None:
-                self._retry_alone([promotion], mine, alone)
-            else:
+            arrived += (
                 self._settle([promotion], mine)
+                if alone is None
+                else self._retry_alone([promotion], mine, alone)
+            )
+        return arrived
 
-    def _settle(self, run: list[Promotion], buffers: list[memoryview]) -> None:
+    def _settle(self, run: list[Promotion], buffers: list[memoryview]) -> int:
+        """Check the pages that were read and give them out. Returns how many are what was written."""
         self._breaker.read_worked()
+        arrived = 0
         for position, promotion in enumerate(run):
             record = promotion.record
             try:
@@ -126,7 +132,8 @@ class ReaderThreads:
             except IntegrityError:
                 self._pool.leases.promotion_failed(promotion, MissReason.CORRUPT)
             else:
-                self._pool.leases.promoted(promotion, header.tokens, header.checksums)
+                arrived += self._pool.leases.promoted(promotion, header.tokens, header.checksums)
+        return arrived
 
     def _fail(self, run: list[Promotion], error: Exception) -> None:
         self._breaker.read_failed(error)

@@ -19,30 +19,17 @@ the gateway from the type and never stored here.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
-
-Scope = Literal["block", "tier", "request", "process"]
-
 
 class WorkmemError(Exception):
-    """Root. `code` is stable and grouped: 1xxx core, 4xxx store, 6xxx engines, 8xxx gateway."""
-
-    code: ClassVar[int] = 1000
-    retryable: ClassVar[bool] = False
-    scope: ClassVar[Scope] = "process"
+    """Root of all errors this package raises on purpose."""
 
 
 class ConfigError(WorkmemError):
     """A setting is unknown or out of range. The message starts with its path (`$.engine.dtype`)."""
 
-    code = 1001
-
 
 class ClientError(WorkmemError):
     """The request cannot be served as sent. `param` names the offending field where there is one."""
-
-    code = 8001
-    scope = "request"
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -52,27 +39,17 @@ class ClientError(WorkmemError):
 class ContextTooLong(ClientError):
     """Prompt plus `max_tokens` exceeds a limit; the message names both sizes."""
 
-    code = 8002
-
 
 class UnknownModel(ClientError):
     """The named model is not served here; the message lists those that are."""
-
-    code = 8003
 
 
 class CapacityError(WorkmemError):
     """No room at this moment."""
 
-    code = 4001
-    retryable = True
-    scope = "request"
-
 
 class QueueFull(CapacityError):
     """The waiting queue is at its bound. `retry_after_s` estimates when room returns."""
-
-    code = 6002
 
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)
@@ -82,33 +59,18 @@ class QueueFull(CapacityError):
 class TransferError(WorkmemError):
     """A device, disk or peer did not deliver the bytes."""
 
-    code = 4002
-    retryable = True
-    scope = "block"
-
 
 class IntegrityError(WorkmemError):
     """A page's key, layout or checksum does not match what was asked for (rule R6)."""
-
-    code = 4003
-    scope = "block"
 
 
 class LeaseError(WorkmemError):
     """A lease is used after it expired or was given back (rule R3)."""
 
-    code = 4004
-    scope = "block"
-
 
 class EngineError(WorkmemError):
     """The engine could not finish this request; others go on."""
 
-    code = 6001
-    scope = "request"
-
 
 class InvariantError(WorkmemError):
     """Our own bug. The cache of this process is switched off and the engine goes on uncached."""
-
-    code = 1002

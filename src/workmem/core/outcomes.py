@@ -16,13 +16,8 @@ class TierName(StrEnum):
     REMOTE = "remote"
 
 
-class Outcome(StrEnum):
-    """Result of a lookup."""
-
-    HIT = "hit"
-    PARTIAL = "partial"
-    PENDING = "pending"
-    MISS = "miss"
+COMPUTED = "computed"
+"""Source of tokens that no tier held."""
 
 
 class MissReason(StrEnum):
@@ -40,10 +35,8 @@ class MissReason(StrEnum):
     """Held, but failed its check; the copy is quarantined."""
     UNAVAILABLE = "unavailable"
     """Held, but its tier did not deliver."""
-    STALE_EPOCH = "stale_epoch"
-    LAYOUT_MISMATCH = "layout_mismatch"
     EXPIRED = "expired"
-    QUOTA = "quota"
+    """The hold on the pages ended before they were used."""
     DISABLED = "disabled"
     """Reuse is off for this request or process."""
 
@@ -52,10 +45,10 @@ class SourceRun(msgspec.Struct, frozen=True):
     """A run of consecutive prompt tokens that came from the same place."""
 
     source: str
-    """A `TierName` value, or "computed"."""
+    """A `TierName` value, or `COMPUTED`."""
     tokens: int
     reason: MissReason | None = None
-    """Set when `source` is "computed"."""
+    """Set when `source` is `COMPUTED`."""
 
 
 class Lookup(msgspec.Struct, frozen=True):

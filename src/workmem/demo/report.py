@@ -8,10 +8,8 @@ from statistics import median, quantiles
 import msgspec
 from rich.table import Table
 
-from workmem.core.outcomes import TierName
+from workmem.core.outcomes import COMPUTED, TierName
 from workmem.demo.phase import Phase
-
-COMPUTED = "computed"
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from workmem.core.generation import TokenLogprob, Usage
-from workmem.core.outcomes import TierName
+from workmem.core.outcomes import COMPUTED, TierName
 
 _LOGPROB_MIN = -9999.0
 """JSON knows no infinity; clients read this as one."""
@@ -17,7 +17,7 @@ def usage_body(usages: Mapping[int, Usage], n: int) -> dict[str, Any]:
     prompts = [usage for index, usage in sorted(usages.items()) if index % n == 0]
     prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
     completion_tokens = sum(usage.completion_tokens for usage in usages.values())
-    by_source = {tier.value: 0 for tier in (TierName.VRAM, TierName.DRAM, TierName.SSD)} | {"computed": 0}
+    by_source = {tier.value: 0 for tier in (TierName.VRAM, TierName.DRAM, TierName.SSD)} | {COMPUTED: 0}
     for usage in prompts:
         for run in usage.sources:
             by_source[run.source] = by_source.get(run.source, 0) + run.tokens

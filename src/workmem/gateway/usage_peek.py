@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from workmem.core.outcomes import COMPUTED, TierName
+
 _HELD_BYTES_MAX = 4 * 1024 * 1024
 
 
@@ -63,10 +65,10 @@ def _counts(raw: Any) -> PeekedUsage | None:
     completion = _count(raw, "completion_tokens") or _count(raw, "output_tokens")
     details = raw.get("prompt_tokens_details") or raw.get("input_tokens_details")
     cached = min(_count(details, "cached_tokens"), prompt)
-    by_source = {"cached": cached, "computed": prompt - cached}
+    by_source = {"cached": cached, COMPUTED: prompt - cached}
     extension = raw.get("workmem")
     if isinstance(extension, dict) and isinstance(tiers := extension.get("tokens_by_source"), dict):
-        known = {name: _count(tiers, name) for name in ("vram", "dram", "ssd", "remote", "computed")}
+        known = {name: _count(tiers, name) for name in (*TierName, COMPUTED)}
         if sum(known.values()) == prompt:
             by_source = known
     return PeekedUsage(prompt, completion, {name: count for name, count in by_source.items() if count})

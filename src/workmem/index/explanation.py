@@ -10,7 +10,7 @@ from itertools import takewhile
 import msgspec
 
 from workmem.core.generation import Span
-from workmem.core.outcomes import MissReason, SourceRun
+from workmem.core.outcomes import COMPUTED, MissReason, SourceRun
 
 UNACCOUNTED = "unaccounted"
 """Source of tokens the engine has not reported: the request runs still, or ended before its prompt did."""
@@ -19,7 +19,7 @@ _MESSAGE = re.compile(r"^messages\[(\d+)\]\.?(.*)$")
 
 
 class Part(msgspec.Struct, frozen=True):
-    """Consecutive tokens of a span with one source: a tier, "computed", or "unaccounted"."""
+    """Consecutive tokens of a span with one source: a tier, `COMPUTED`, or "unaccounted"."""
 
     source: str
     tokens: int
@@ -126,7 +126,7 @@ def account(
         created=created,
         finished=sources is not None,
         prompt_tokens=prompt_tokens,
-        cached_tokens=prompt_tokens - by_source.get("computed", 0) - by_source.get(UNACCOUNTED, 0),
+        cached_tokens=prompt_tokens - by_source.get(COMPUTED, 0) - by_source.get(UNACCOUNTED, 0),
         tokens_by_source=by_source,
         spans=_explained(spans, runs),
         compared_with=compared_with,
@@ -136,7 +136,7 @@ def account(
 
 def _cached_prefix(sources: Sequence[SourceRun]) -> int:
     """Leading tokens that were not computed."""
-    return sum(run.tokens for run in takewhile(lambda run: run.source != "computed", sources))
+    return sum(run.tokens for run in takewhile(lambda run: run.source != COMPUTED, sources))
 
 
 def _runs(

@@ -21,7 +21,7 @@ from workmem.core.generation import (
     Usage,
 )
 from workmem.core.layout import BLOCK_TOKENS
-from workmem.core.outcomes import MissReason, SourceRun
+from workmem.core.outcomes import COMPUTED, MissReason, SourceRun
 from workmem.prompt.default_tools import as_plain_chat
 
 Answer = Callable[[GenerateRequest], str]
@@ -134,7 +134,7 @@ class FakeEngine:
         self._seen.update(blocks)
         cached = hits * BLOCK_TOKENS
         runs = [SourceRun("vram", cached)] if cached else []
-        return (*runs, SourceRun("computed", len(token_ids) - cached, MissReason.COLD))
+        return (*runs, SourceRun(COMPUTED, len(token_ids) - cached, MissReason.COLD))
 
     def gauges(self) -> dict[str, float]:
         """What runs."""

@@ -20,7 +20,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """0 takes a free port."""
     api_key_file: str = ""
     """File with one `key` or `key:tenant` per line; empty asks for no key."""
-    body_bytes_max: str = "8MiB"
+    body_bytes_max: str | int = "8MiB"
     """Larger request bodies are refused with 413."""
     request_timeout_s: Seconds = 600.0
     """Longest life of a request; a stream past it ends with an error event."""

@@ -66,15 +66,32 @@ def test_a_key_is_sent_where_one_is_asked_for(tmp_path, capsys):
         mine.write_text("secret-of-acme\n")
         assert main(["explain", "--last", "--url", url, "--key-file", str(mine)]) == 1
         assert "has served no request yet" in capsys.readouterr().err
-    assert main(["explain", "--last", "--url", url, "--key-file", str(tmp_path / "absent")]) == 1
-    assert "cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"), [(None, "cannot read"), ("\n", "is empty"), ("k\u00e9y", "a header")]
+)
+def test_a_key_file_that_gives_no_key_is_a_wrong_command_line(tmp_path, capsys, content, problem):
+    file = tmp_path / "key"
+    if content is not None:
+        file.write_text(content)
+    assert main(["explain", "--last", "--key-file", str(file)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("workmem: --key-file: ")
+    assert problem in err
+
+
+@pytest.mark.parametrize(
+    "url", ["file:///etc/passwd", "127.0.0.1:8000", "http://", "http://a:b", "http://a b", "http://[a"]
+)
+def test_what_is_no_url_is_a_wrong_command_line(capsys, url):
+    assert main(["explain", "--last", "--url", url]) == 2
+    assert "workmem: --url: must be like http://" in capsys.readouterr().err
 
 
 def test_nobody_there_is_one_line(capsys):
     assert main(["explain", "--last", "--url", "http://127.0.0.1:9"]) == 1
     assert "is `workmem serve` running there?" in capsys.readouterr().err
-    assert main(["explain", "--last", "--url", "file:///etc/passwd"]) == 1
-    assert "http://" in capsys.readouterr().err
 
 
 def test_another_kind_of_server_is_told_apart(capsys):

@@ -2,15 +2,18 @@
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from workmem.cli import commands
+from workmem.cli import main as cli
 from workmem.cli.main import main
 from workmem.core.errors import EngineError
 
@@ -58,6 +61,8 @@ def test_commands_that_work_return_zero(capsys):
         ["config", "check", "--set", "engine.dtype=x"],
         ["explain"],
         ["model", "prepare"],
+        ["demo", "--agents", "0"],
+        ["demo", "--concurrency=0"],
     ],
 )
 def test_a_wrong_command_line_or_setting_is_two(words, capsys):
@@ -95,6 +100,16 @@ def test_a_missing_extra_names_the_command_that_installs_it(failing, capsys):
     failing(ModuleNotFoundError("No module named 'torch'", name="torch"))
     assert main(["version"]) == 2
     assert "python -m pip install 'workmem[engine]'" in one_line(capsys)
+
+
+def test_every_optional_library_names_its_extra():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    wanted = {
+        re.match(r"[\w-]+", line)[0].replace("-", "_"): extra
+        for extra in ("cli", "serve", "engine")
+        for line in project["optional-dependencies"][extra]
+    }
+    assert wanted == cli._EXTRA_OF
 
 
 def test_a_reader_that_goes_away_is_no_traceback():

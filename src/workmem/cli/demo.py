@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import sys
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+from cyclopts import Parameter, validators
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -26,13 +28,15 @@ TOKENS_MAX = 66_000
 TOKENS_MAX_QUICK = 26_000
 AGENTS_QUICK = 3
 
+AtLeastOne = Annotated[int, Parameter(validator=validators.Number(gte=1))]
+
 
 def demo(
     *,
     quick: bool = False,
-    agents: int = 5,
-    concurrency: int = 2,
-    max_tokens: int = 16,
+    agents: AtLeastOne = 5,
+    concurrency: AtLeastOne = 2,
+    max_tokens: AtLeastOne = 16,
     model: str = "",
     json: Path | None = None,
     settings: Settings = (),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import sys
 import urllib.error
 import urllib.parse
@@ -16,9 +17,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from workmem.core.errors import ClientError, ConfigError, TransferError
+from workmem.core.outcomes import COMPUTED
+from workmem.gateway.key_file import key_to_send
 
 TIMEOUT_S = 10.0
-_COLOURS = {"vram": "green", "dram": "green", "ssd": "cyan", "remote": "cyan", "computed": "yellow"}
+_COLOURS = {"vram": "green", "dram": "green", "ssd": "cyan", "remote": "cyan", COMPUTED: "yellow"}
 
 
 def explain(
@@ -58,16 +61,11 @@ def explain(
 
 class _Server:
     def __init__(self, base: str, key_file: Path | None) -> None:
-        if not base.startswith(("http://", "https://")):
-            raise ClientError(f"--url must start with http:// or https://, got {base!r}")
+        _check_url(base)
         self._base = base
         self._headers: dict[str, str] = {}
         if key_file is not None:
-            try:
-                key = key_file.read_text(encoding="utf-8").split("\n", 1)[0].strip()
-            except OSError as error:
-                raise ClientError(f"--key-file {key_file} cannot be read: {error.strerror}") from error
-            self._headers["Authorization"] = f"Bearer {key}"
+            self._headers["Authorization"] = f"Bearer {key_to_send(key_file, '--key-file')}"
 
     def get(self, path: str) -> dict[str, Any]:
         request = urllib.request.Request(self._base + path, headers=self._headers)  # noqa: S310  scheme is checked above
@@ -81,8 +79,18 @@ class _Server:
             raise TransferError(
                 f"no answer from {self._base} ({reason}); is `workmem serve` running there?"
             ) from error
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, http.client.HTTPException) as error:
             raise TransferError(f"{self._base} answers, but not as workmem does; check --url") from error
+
+
+def _check_url(url: str) -> None:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_usable = False
+    if not is_usable or not url.isascii() or " " in url or not url.isprintable():
+        raise ConfigError(f"--url: must be like http://127.0.0.1:8000, got {url!r}")
 
 
 def _message(body: bytes) -> str:

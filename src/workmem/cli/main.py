@@ -26,6 +26,8 @@ _EXTRA_OF = {
     "transformers": "engine",
     "safetensors": "engine",
     "gguf": "engine",
+    "accelerate": "engine",
+    "jinja2": "engine",
     "llguidance": "engine",
 }
 

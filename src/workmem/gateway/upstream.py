@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -21,6 +20,7 @@ from workmem.gateway.app import assemble
 from workmem.gateway.config import ServerConfig, UpstreamConfig
 from workmem.gateway.exchange import Answer, Exchange, header_map, state_of
 from workmem.gateway.failures import Refusal, json_response
+from workmem.gateway.key_file import key_to_send
 from workmem.gateway.metrics import Metrics
 from workmem.gateway.pass_through import NOT_FORWARDED, PassThrough
 from workmem.gateway.servers import UpstreamServer, merged_models, rank, refresh_models
@@ -43,7 +43,7 @@ class Upstream:
         self._config = config
         self._request_timeout_s = front.request_timeout_s
         self._asks_for_keys = bool(front.api_key_file)
-        self._key = _read_key(config.api_key_file)
+        self._key = key_to_send(config.api_key_file, "$.upstream.api_key_file") if config.api_key_file else ""
         self._metrics = metrics
         self._session: aiohttp.ClientSession | None = None
         self._refreshing: asyncio.Task[None] | None = None
@@ -251,15 +251,3 @@ def _object_in(body: bytes) -> dict[str, Any]:
         return decode_json(body)
     except ClientError:
         return {}
-
-
-def _read_key(path: str) -> str:
-    if not path:
-        return ""
-    try:
-        lines = Path(path).read_text(encoding="utf-8").split()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"$.upstream.api_key_file: cannot read {path!r}: {error}") from error
-    if not lines:
-        raise ConfigError(f"$.upstream.api_key_file: {path!r} is empty.")
-    return lines[0]

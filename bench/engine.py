@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness import RESULTS, Budget, Journal, Texts, environment, in_turns, spread, write_result
+from harness import RESULTS, Budget, Journal, Texts, environment, in_turns, parser_of, spread, write_result
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -292,33 +292,16 @@ def _quantisation(gguf: Path) -> str:
 
 
 def parsed(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--quick", dest="mode", action="store_const", const=QUICK, help="at most 10 minutes")
-    which.add_argument(
-        "--full", dest="mode", action="store_const", const=FULL, help="at most 60 minutes (default)"
-    )
-    which.add_argument(
-        "--smoke", dest="mode", action="store_const", const=SMOKE, help="tiny sizes: does it run?"
-    )
-    parser.add_argument(
-        "--model", type=Path, required=True, help="folder of safetensors, with tokenizer.json"
-    )
+    parser = parser_of(__doc__, "engine", quick=QUICK, full=FULL, smoke=SMOKE)
     parser.add_argument("--vllm-python", type=Path, help="Python of an environment with vLLM for CPU")
     parser.add_argument("--llama-python", type=Path, help="Python of an environment with llama-cpp-python")
     parser.add_argument("--gguf", type=Path, help="the same model for llama.cpp")
-    parser.add_argument("--workloads", type=Path, help="folder of more natural text")
     parser.add_argument(
         "--cache", type=Path, default=Path("~/.cache/workmem").expanduser(), help="compiled kernels"
     )
     parser.add_argument(
         "--only", action="append", help="measure only the system of this name; may be repeated"
     )
-    parser.add_argument("--seed", type=int, default=20)
-    parser.add_argument("--out", type=Path, help="result file; default bench/results/engine-MODE.json")
-    parser.set_defaults(mode=FULL)
     return parser.parse_args(words)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -85,6 +86,26 @@ def spread(values: Sequence[float]) -> dict[str, float | int]:
 def in_turns(names: Sequence[str], round_number: int) -> list[str]:
     """Order of the systems in a round: reversed in every second one, so that no side always goes first."""
     return list(names) if round_number % 2 == 0 else list(reversed(names))
+
+
+def parser_of(about: str, bench: str, *, quick: Any, full: Any, smoke: Any) -> argparse.ArgumentParser:
+    """The options that every benchmark takes; `quick`, `full` and `smoke` are what `mode` becomes."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    which = parser.add_mutually_exclusive_group()
+    for mode, text in (
+        (quick, "at most 10 minutes"),
+        (full, "at most 60 minutes (default)"),
+        (smoke, "tiny sizes: does it run?"),
+    ):
+        which.add_argument(f"--{mode.name}", dest="mode", action="store_const", const=mode, help=text)
+    parser.add_argument(
+        "--model", type=Path, required=True, help="folder of safetensors, with tokenizer.json"
+    )
+    parser.add_argument("--workloads", type=Path, help="folder of more natural text")
+    parser.add_argument("--seed", type=int, default=20)
+    parser.add_argument("--out", type=Path, help=f"result file; default bench/results/{bench}-MODE.json")
+    parser.set_defaults(mode=full)
+    return parser
 
 
 class Journal:

@@ -7,6 +7,9 @@ then as a dram hit (vram emptied in between); after all prompts the server resta
 folder and each is sent once more. Where the tokens really came from is read from the answer's usage; a
 measurement that did not come from where it should is kept apart, never counted.
 
+A run that is ended early, or had too little time, goes on when the same command runs again: samples are kept
+in a journal beside the result, and what was computed stays in the ssd folder until all is measured.
+
 In the same run: how fast this machine copies and checksums memory, and how fast it reads the same disk
 with O_DIRECT, in requests of a page. With bytes = tokens reused x bytes of KV per token, the reach is
     dram hit <= vram hit + 1.5 x bytes / copy-and-checksum rate
@@ -20,6 +23,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -28,13 +32,14 @@ from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
-from harness import RESULTS, Budget, Texts, environment, spread, write_result
+from harness import RESULTS, Budget, Journal, Texts, environment, parser_of, spread, write_result
 from rates import RawRates
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from workmem.core.layout import BLOCK_TOKENS, KVLayout
+from workmem.core.outcomes import COMPUTED
 from workmem.demo.server import running_server
 from workmem.store.config import StoreConfig
 
@@ -72,6 +77,8 @@ class Sample(NamedTuple):
     source: str
     prompt_tokens: int
     prompt: int
+    repeat: int
+    """Number of the repeat (of the restart, for ssd)."""
     ttft_s: float
     tokens_by_source: dict[str, int]
 
@@ -79,7 +86,7 @@ class Sample(NamedTuple):
     def is_pure(self) -> bool:
         """All that can be reused came from `source` alone: full blocks short of the last token."""
         wanted = 0 if self.source == "cold" else reusable(self.prompt_tokens)
-        cached = {name: n for name, n in self.tokens_by_source.items() if name != "computed" and n}
+        cached = {name: n for name, n in self.tokens_by_source.items() if name != COMPUTED and n}
         return sum(cached.values()) == wanted == cached.get(self.source, 0)
 
 
@@ -136,33 +143,67 @@ class Client:
 class Bench:
     """One server for cold, vram and dram; restarts for ssd; raw rates while no server runs."""
 
-    def __init__(self, mode: Mode, texts: Texts, settings: list[str], rates: RawRates, folder: Path) -> None:
+    def __init__(
+        self,
+        mode: Mode,
+        texts: Texts,
+        settings: list[str],
+        rates: RawRates,
+        folder: Path,
+        journal: Journal,
+    ) -> None:
         self._mode = mode
         self._settings = [*settings, f"store.ssd.path={folder / 'ssd'}"]
         self._rates = rates
         self._log = folder / "server.log"
+        self._journal = journal
         self._budget = Budget(mode.budget_s)
         lengths = [(n, k) for k in range(mode.prompts) for n in mode.prompt_tokens]
         self._prompts = {(n, k): texts.prompt(n) for n, k in lengths}
         self._warm_up = texts.prompt(64)
-        self.samples: list[Sample] = []
         self.skipped: list[str] = []
-        self.start_s: list[float] = []
+
+    @property
+    def samples(self) -> list[Sample]:
+        """All so far, those of earlier runs too."""
+        return [
+            Sample(*(entry[field] for field in Sample._fields))
+            for entry in self._journal.done.values()
+            if "ttft_s" in entry
+        ]
+
+    @property
+    def start_s(self) -> list[float]:
+        """Seconds that each start of the server took."""
+        return [entry["start_s"] for entry in self._journal.done.values() if "start_s" in entry]
 
     async def run(self, say: Callable[[str], None]) -> None:
         """Measure everything that fits into the budget."""
         say("raw rates")
         self._rates.measure()
-        say("starting the server")
-        async with self._serving() as client:
-            measured = [key for key in self._prompts if await self._measure_warm(client, *key, say)]
+        measured = [key for key in self._prompts if self._is_warm_done(*key)]
+        left = [key for key in self._prompts if key not in measured]
+        if left:
+            say("starting the server")
+            async with self._serving() as client:
+                measured += [key for key in left if await self._measure_warm(client, *key, say)]
         for number in range(self._mode.restarts):
+            left = [key for key in measured if not self._has("ssd", *key, number)]
+            if not left:
+                continue
             self._rates.measure()
             say(f"restart {number + 1}")
             async with self._serving() as client:
-                for n, k in measured:
+                for n, k in left:
                     say(f"ssd hit of {n} tokens, prompt {k + 1}, restart {number + 1}")
-                    await self._sample(client, "ssd", n, k)
+                    await self._sample(client, "ssd", n, k, number)
+
+    def _has(self, source: str, n: int, k: int, number: int) -> bool:
+        return _unit(source, n, k, number) in self._journal.done
+
+    def _is_warm_done(self, n: int, k: int) -> bool:
+        hits = [(source, number) for source in ("dram", "vram") for number in range(self._mode.repeats)]
+        return all(self._has(source, n, k, number) for source, number in [("cold", 0), *hits])
 
     async def _measure_warm(self, client: Client, n: int, k: int, say: Callable[[str], None]) -> bool:
         """Cold, dram and vram for one prompt; False where no time is left for it."""
@@ -175,13 +216,17 @@ class Bench:
             )
             return False
         say(f"cold, {n} tokens, prompt {k + 1}")
-        await self._sample(client, "cold", n, k)
+        if not self._has("cold", n, k, 0):
+            await self._sample(client, "cold", n, k, 0)
         await self._until_saved(client, n, k)
         for number in range(self._mode.repeats):
+            if self._has("dram", n, k, number) and self._has("vram", n, k, number):
+                continue
             say(f"dram and vram hits of {n} tokens, prompt {k + 1}, {number + 1} of {self._mode.repeats}")
             await client.drop_vram()
-            await self._sample(client, "dram", n, k)
-            await self._sample(client, "vram", n, k)
+            # Both, even if only one is missing: a vram hit is what the dram hit before it left.
+            await self._sample(client, "dram", n, k, number)
+            await self._sample(client, "vram", n, k, number)
         return True
 
     async def _until_saved(self, client: Client, n: int, k: int) -> None:
@@ -193,9 +238,9 @@ class Bench:
                 return
             await asyncio.sleep(0.1)
 
-    async def _sample(self, client: Client, source: str, n: int, k: int) -> None:
-        ttft_s, tokens_by_source = await client.ask(self._prompts[n, k])
-        self.samples.append(Sample(source, n, k, ttft_s, tokens_by_source))
+    async def _sample(self, client: Client, source: str, n: int, k: int, number: int) -> None:
+        sample = Sample(source, n, k, number, *await client.ask(self._prompts[n, k]))
+        self._journal.record(_unit(source, n, k, number), **sample._asdict())
 
     @contextlib.asynccontextmanager
     async def _serving(self) -> AsyncGenerator[Client]:
@@ -205,10 +250,16 @@ class Bench:
             running_server(self._settings, self._log) as url,
             aiohttp.ClientSession(timeout=timeout) as session,
         ):
-            self.start_s.append(time.perf_counter() - started)
+            start_s = time.perf_counter() - started
+            self._journal.record(f"start|{len(self.start_s)}", start_s=start_s)
             client = Client(session, url)
             await client.connect(self._warm_up)
             yield client
+
+
+def _unit(source: str, n: int, k: int, number: int) -> str:
+    """Key in the journal."""
+    return f"{source}|{n}|{k}|{number}"
 
 
 def reusable(prompt_tokens: int) -> int:
@@ -291,30 +342,15 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 
 def parsed(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--quick", dest="mode", action="store_const", const=QUICK, help="at most 10 minutes")
-    which.add_argument(
-        "--full", dest="mode", action="store_const", const=FULL, help="at most 60 minutes (default)"
-    )
-    which.add_argument(
-        "--smoke", dest="mode", action="store_const", const=SMOKE, help="tiny sizes: does it run?"
-    )
+    parser = parser_of(__doc__, "restart", quick=QUICK, full=FULL, smoke=SMOKE)
     parser.add_argument(
-        "--model", type=Path, required=True, help="folder of safetensors, with tokenizer.json"
-    )
-    parser.add_argument("--workloads", type=Path, help="folder of more natural text")
-    parser.add_argument(
-        "--folder", type=Path, help="where the ssd tier lives during the run; default: temporary"
+        "--folder",
+        type=Path,
+        help="disk the ssd tier lives on during the run; default: the one for temporary files",
     )
     parser.add_argument(
         "--set", dest="settings", action="append", default=[], help="more settings of the server"
     )
-    parser.add_argument("--seed", type=int, default=20)
-    parser.add_argument("--out", type=Path, help="result file; default bench/results/restart-MODE.json")
-    parser.set_defaults(mode=FULL)
     return parser.parse_args(words)
 
 
@@ -326,19 +362,25 @@ def main() -> None:
     layout = layout_of(arguments.model)
     machine = environment()
     settings = [f"engine.model={arguments.model}", "engine.dtype=bf16", *arguments.settings]
-    with tempfile.TemporaryDirectory(prefix="bench-restart-", dir=arguments.folder) as name:
-        rates = RawRates(layout, Path(name), StoreConfig().ssd.readers)
-        texts = Texts(arguments.model, arguments.workloads, arguments.seed)
-        bench = Bench(mode, texts, settings, rates, Path(name))
-        columns = (TextColumn("{task.description}"), TimeElapsedColumn())
-        with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-            task = progress.add_task("")
-            asyncio.run(bench.run(lambda doing: progress.update(task, description=doing)))
+    config = {"mode": mode._asdict(), "seed": arguments.seed, "settings": settings}
+    journal = Journal(out.with_suffix(".partial.jsonl"), config | {"commit": machine["commit"]})
+    folder = (arguments.folder or Path(tempfile.gettempdir())) / f"workmem-bench-{out.stem}"
+    if not any("ttft_s" in entry for entry in journal.done.values()):
+        # What another run left would make cold prompts warm.
+        shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    rates = RawRates(layout, folder, StoreConfig().ssd.readers)
+    texts = Texts(arguments.model, arguments.workloads, arguments.seed)
+    bench = Bench(mode, texts, settings, rates, folder, journal)
+    columns = (TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("")
+        asyncio.run(bench.run(lambda doing: progress.update(task, description=doing)))
     rows = summarise(bench.samples, rates, layout)
     body = {
         "bench": "restart",
         "machine": machine | {"load_1m_end": os.getloadavg()[0]},
-        "config": {"mode": mode._asdict(), "seed": arguments.seed, "settings": settings},
+        "config": config,
         "quoted_ratio": QUOTED_RATIO,
         "rates_bytes_per_s": rates.report(),
         "server_start_s": bench.start_s,
@@ -348,6 +390,11 @@ def main() -> None:
     }
     write_result(out, body)
     console.print(table(rows))
+    if bench.skipped:
+        console.print(f"written to {out}; run the same command again to fill what time left out")
+        return
+    journal.close()
+    shutil.rmtree(folder)
     console.print(f"written to {out}")
 
 

@@ -236,9 +236,9 @@ def test_content_parts_are_joined(openai_client, engine, model):
     assert engine.rendered[0][0]["content"] == "one\ntwo"
 
 
-def test_developer_is_system(openai_client, engine, model):
+def test_whether_the_developer_role_is_known_is_left_to_the_engine(openai_client, engine, model):
     openai_client.chat.completions.create(model=model, messages=[{"role": "developer", "content": "x"}])
-    assert engine.rendered[0][0]["role"] == "system"
+    assert engine.rendered[0][0]["role"] == "developer"
 
 
 def test_completions(openai_client, engine, model):

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from workmem.core.outcomes import SourceRun
+from workmem.core.outcomes import COMPUTED, SourceRun
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,7 +90,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def cached_tokens(self) -> int:
         """Prompt tokens that were not computed."""
-        return sum(run.tokens for run in self.sources if run.source != "computed")
+        return sum(run.tokens for run in self.sources if run.source != COMPUTED)
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,8 +135,8 @@ class Engine(Protocol):
     ) -> RenderedPrompt:
         """Apply the model's chat template, ready for the assistant's turn.
 
-        `messages` and `tools` are OpenAI Chat Completions objects. Raises ClientError where the
-        template refuses them.
+        `messages` and `tools` are OpenAI Chat Completions objects; the content of each message is text.
+        Raises ClientError where the template refuses them.
         """
         ...
 

@@ -17,7 +17,6 @@ from workmem.gateway.models import require_model
 from workmem.gateway.replies import chat_logprobs, tool_call_body, usage_body
 from workmem.gateway.sse import DONE, KEEPALIVE, EventStream, event
 from workmem.prompt.decode import convert, decode_json
-from workmem.prompt.default_tools import developer_as_system
 from workmem.prompt.forced_calls import forced_schema, offered_names
 from workmem.prompt.identity import identify, with_session
 from workmem.prompt.messages import plain_content
@@ -37,9 +36,7 @@ async def chat_completions(exchange: Exchange) -> Answer:
     tools: list[dict[str, Any]] = raw.get("tools") or []
     sampling = chat_sampling(request, forced_schema(request, tools))
     messages = plain_content(raw["messages"], request.messages)
-    prompt = service.engine.render_chat(
-        developer_as_system(messages), tools=tools, template_kwargs=request.chat_template_kwargs
-    )
+    prompt = service.engine.render_chat(messages, tools=tools, template_kwargs=request.chat_template_kwargs)
     caller = identify(header_map(exchange.request), raw, tenant=exchange.tenant)
     order = Order(
         id=f"chatcmpl-{uuid.uuid4().hex}",

@@ -20,7 +20,7 @@ def plain_content(raw: Sequence[dict[str, Any]], messages: Sequence[Message]) ->
         kept = {key: value for key, value in fields.items() if value is not None}
         if isinstance(message.content, list):
             kept["content"] = "\n".join(_texts(index, message))
-        elif message.content is None and not message.tool_calls:
+        elif message.content is None:
             kept["content"] = ""
         plain.append(kept)
     return plain

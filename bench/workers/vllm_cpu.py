@@ -26,7 +26,7 @@ def load(options: dict[str, Any]) -> tuple[dict[str, Any], Run]:
         model=options["model"],
         dtype={"bf16": "bfloat16", "fp32": "float32"}[options["dtype"]],
         max_model_len=options["max_context"],
-        enforce_eager=True,
+        enforce_eager=not options["compile"],
         enable_prefix_caching=False,
     )
     engine = llm.llm_engine

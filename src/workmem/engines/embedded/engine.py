@@ -31,6 +31,7 @@ from workmem.core.errors import (
 from workmem.core.events import BoundReached, EventSink, discard
 from workmem.core.generation import Delta, GenerateRequest, ModelInfo, RenderedPrompt
 from workmem.core.layout import Namespace
+from workmem.core.outcomes import COMPUTED
 from workmem.core.units import parse_bytes
 from workmem.engines.embedded import attention, tiles
 from workmem.engines.embedded.admission import Limits, check
@@ -349,7 +350,7 @@ class EmbeddedEngine:
         if seq.first_token_at is None and item.start + item.count >= seq.prompt_len:
             asked = sum(run.tokens for run in seq.sources)
             self._tokens_asked += asked
-            self._tokens_cached += sum(run.tokens for run in seq.sources if run.source != "computed")
+            self._tokens_cached += sum(run.tokens for run in seq.sources if run.source != COMPUTED)
         self._tokens_computed += item.count
         self._scheduler.computed(seq, item.start + item.count)
         self._saver.offer(seq)

@@ -8,6 +8,7 @@ from workmem.core.clock import Clock
 from workmem.core.errors import EngineError
 from workmem.core.events import EventSink, RequestFinished
 from workmem.core.generation import Delta, TokenLogprob, Usage
+from workmem.core.outcomes import COMPUTED
 from workmem.engines.embedded.detokenize import OutputText
 from workmem.engines.embedded.grammar import Grammar
 from workmem.engines.embedded.sampling import Sampled, SamplerState, sample
@@ -83,7 +84,7 @@ class OutputWriter:
         if seq.first_token_at is None:
             tiers: list[str] = []
             for run in seq.sources:
-                if run.source != "computed":
+                if run.source != COMPUTED:
                     tiers += [run.source] * (run.tokens // seq.block_tokens)
             seq.note_sources(tiers[:blocks], seq.denied_reason)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from workmem.core.generation import Delta, GenerateRequest
 from workmem.core.keys import BlockKey, block_key
-from workmem.core.outcomes import MissReason, SourceRun
+from workmem.core.outcomes import COMPUTED, MissReason, SourceRun
 
 if TYPE_CHECKING:
     from workmem.engines.embedded.detokenize import OutputText
@@ -155,8 +155,8 @@ class Sequence:
         left = self.prompt_len - len(tiers) * size
         tail = self.prompt_len - self.reusable_prompt_blocks * size
         if left > tail:
-            runs.append(("computed", left - tail, reason or MissReason.COLD))
-        runs.append(("computed", min(left, tail), MissReason.TAIL))
+            runs.append((COMPUTED, left - tail, reason or MissReason.COLD))
+        runs.append((COMPUTED, min(left, tail), MissReason.TAIL))
         self.sources = tuple(SourceRun(source, tokens, why) for source, tokens, why in runs if tokens)
 
     @property

@@ -115,7 +115,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Engine(Protocol):
-    """Generates. All methods are called on the event loop; none blocks it."""
+    """Generates. `encode` and `render_chat` compute, and may be called from any thread; the others are
+    called on the event loop and do not block it."""
 
     @property
     def info(self) -> ModelInfo:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -36,7 +37,10 @@ async def chat_completions(exchange: Exchange) -> Answer:
     tools: list[dict[str, Any]] = raw.get("tools") or []
     sampling = chat_sampling(request, forced_schema(request, tools))
     messages = plain_content(raw["messages"], request.messages)
-    prompt = service.engine.render_chat(messages, tools=tools, template_kwargs=request.chat_template_kwargs)
+    # A long chat takes milliseconds to render: other clients' streams must not wait for it.
+    prompt = await asyncio.to_thread(
+        service.engine.render_chat, messages, tools=tools, template_kwargs=request.chat_template_kwargs
+    )
     caller = identify(header_map(exchange.request), raw, tenant=exchange.tenant)
     order = Order(
         id=f"chatcmpl-{uuid.uuid4().hex}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -29,7 +30,7 @@ async def completions(exchange: Exchange) -> Answer:
     request = convert(raw, CompletionRequest)
     require_model(service.engine, request.model)
     sampling = completion_sampling(request)
-    prompts = _prompts(service.engine, request.prompt)
+    prompts = await asyncio.to_thread(_prompts, service.engine, request.prompt)
     n = request.n or 1
     if len(prompts) * n > CHOICES_MAX:
         raise ClientError(

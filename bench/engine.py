@@ -338,7 +338,9 @@ def main() -> None:
         "machine": machine | {"load_1m_end": os.getloadavg()[0]},
         "config": config,
         "systems": {
-            system.name: {k: v for k, v in system.options.items() if k in {"dtype", "threads", "vram", "compile"}}
+            system.name: {
+                k: v for k, v in system.options.items() if k in {"dtype", "threads", "vram", "compile"}
+            }
             for system in systems
         },
         "versions": bench.versions,

@@ -6,13 +6,15 @@ For prompts of natural text: logits of the last token when the prompt is compute
 same in random pieces, as after a cache hit (all blocks kept, only the tail computed) and as a decode
 step. Prints, for fp32 and bf16, the largest difference of any logit, how often the first choice agrees,
 and the largest lead (logit of the first choice over the second) that was ever overturned. An epsilon
-above both is what the default mode may be trusted to: beyond it the greedy token is the same.
+above both is what the default mode may be trusted to: beyond it the greedy token is the same. At the
+end, what the deterministic mode costs.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import time
 from pathlib import Path
 
 import msgspec
@@ -24,11 +26,11 @@ from rich.progress import track
 from workmem.config import cache_dir
 from workmem.core.generation import GenerateRequest, SamplingParams
 from workmem.core.layout import BLOCK_TOKENS
-from workmem.engines.embedded import attention
+from workmem.engines.embedded import attention, tiles
 from workmem.engines.embedded.kv_pages import KVPages
 from workmem.engines.embedded.loader import load
 from workmem.engines.embedded.native import load_kernel
-from workmem.engines.embedded.runner import PackedRunner
+from workmem.engines.embedded.runner import PackedRunner, Runner
 from workmem.engines.embedded.scheduler import Work
 from workmem.engines.embedded.sequence import Sequence
 
@@ -53,7 +55,7 @@ class Found(msgspec.Struct):
             self.lead_overturned_max = max(self.lead_overturned_max, float(best[0] - best[1]))
 
 
-def logits_of(runner: PackedRunner, tokens: list[int], cuts: list[int]) -> torch.Tensor:
+def logits_of(runner: Runner, tokens: list[int], cuts: list[int]) -> torch.Tensor:
     """Logits of the last token, computed up to each of `cuts` in turn."""
     request = GenerateRequest(id="x", token_ids=tokens, sampling=SamplingParams())
     seq = Sequence(request, root=b"r" * 32, block_tokens=BLOCK_TOKENS, max_tokens=1, arrived=0.0, emit=print)
@@ -83,6 +85,28 @@ def measure(folder: Path, dtype: str, prompts: list[list[int]], rng: random.Rand
     return found
 
 
+def cost(folder: Path, tokens: list[int]) -> dict[str, dict[str, float]]:
+    """Tokens per second of both modes in fp32: a prompt alone, then one request decoding behind it."""
+    tiles.register()
+    attention.register()
+    found: dict[str, dict[str, float]] = {}
+    for mode, name, arithmetic in (("fast", attention.NAME, "fast"), ("deterministic", tiles.NAME, "fixed")):
+        loaded = load(folder, device="cpu", dtype="fp32", attn_implementation=name, arithmetic=arithmetic)
+        pages = KVPages(loaded.layout, 2 + len(tokens) // BLOCK_TOKENS, "cpu")
+        packed = PackedRunner(loaded.model, pages, load_kernel(cache_dir()), "cpu")
+        runner = packed if mode == "fast" else tiles.TileRunner(loaded.model, pages)
+        half, size = len(tokens) // 2, len(tokens)
+        with torch.inference_mode():
+            logits_of(runner, tokens, [size])
+            start = time.perf_counter()
+            logits_of(runner, tokens, [size])
+            prefilled = time.perf_counter()
+            logits_of(runner, tokens, [half, *range(half + 1, half + 17)])
+            decoded = time.perf_counter() - prefilled - (prefilled - start) / 2
+        found[mode] = {"prefill_tokens_s": size / (prefilled - start), "decode_tokens_s": 16 / decoded}
+    return found
+
+
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(
@@ -100,7 +124,10 @@ def main() -> None:
     results = [measure(options.model, dtype, prompts, rng) for dtype in ("fp32", "bf16")]
     for found in results:
         Console().print(msgspec.to_builtins(found))
-    write_result(options.out, {"environment": environment(), "results": msgspec.to_builtins(results)})
+    modes = cost(options.model, texts.prompt(256))
+    Console().print(modes)
+    body = {"environment": environment(), "results": msgspec.to_builtins(results), "cost": modes}
+    write_result(options.out, body)
 
 
 if __name__ == "__main__":

@@ -415,3 +415,26 @@ def test_after_the_end_a_request_is_told_so(bench: Make) -> None:
     world.engine.stop()
     with pytest.raises(EngineError, match="shutting down"):
         asyncio.run(world.ask(prompt(20)))
+
+
+def test_requests_whose_schema_is_being_compiled_count_as_waiting(bench: Make) -> None:
+    world = bench(queue_max=2, running_max=1)
+
+    async def run() -> None:
+        asks = [world.ask(prompt(20, seed), 30, json_schema="{}", ignore_eos=False) for seed in range(12)]
+        peak = 0
+
+        async def watch() -> None:
+            nonlocal peak
+            while True:
+                peak = max(peak, len(world.engine._scheduler.waiting))
+                await asyncio.sleep(0.001)
+
+        watcher = asyncio.create_task(watch())
+        ended = await asyncio.gather(*asks, return_exceptions=True)
+        watcher.cancel()
+        refused = [end for end in ended if isinstance(end, QueueFull)]
+        assert len(refused) >= 12 - 2 - 1 - 1
+        assert peak <= 3
+
+    asyncio.run(run())

@@ -113,3 +113,9 @@ def test_the_real_vocabulary_keeps_the_schema(smollm2):
     assert one.is_complete
     assert json.loads(text).keys() == {"count", "names"}
     assert text.startswith('{"count": ')
+
+
+def test_a_schema_that_nothing_satisfies_is_the_clients_to_mend(tiny):
+    with pytest.raises(ClientError, match="cannot be used") as refusal:
+        Grammar.compile('{"$ref": "#"}', tiny, vocabulary=VOCABULARY)
+    assert refusal.value.param == "response_format"

@@ -208,3 +208,25 @@ def test_a_rebuilt_ledger_takes_its_pending_saves_with_it(bench: Make) -> None:
         await world.idle()
 
     asyncio.run(run())
+
+
+def test_a_client_that_leaves_while_its_pages_come_gives_the_lease_back(bench: Make) -> None:
+    """The lease has no deadline: nobody else would ever free what it holds."""
+    store = SlowStore()
+    world = bench(store=store)
+
+    async def run() -> None:
+        store.promise = 3
+        waiting = asyncio.create_task(world.ask(TOKENS, 4))
+        while not store.leases:  # noqa: ASYNC110 - the engine runs on its own thread
+            await asyncio.sleep(0.001)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await world.idle()
+        for _ in range(200):
+            if store.leases[0].released:
+                break
+            await asyncio.sleep(0.01)
+        assert store.leases[0].released == 1
+
+    asyncio.run(run())

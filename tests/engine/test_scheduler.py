@@ -297,3 +297,38 @@ def test_an_urgent_request_gets_a_place_when_all_are_taken() -> None:
     assert "urgent" in {seq.id for seq in world.scheduler.running}
     world.run()
     assert sorted(world.done) == ["a", "b", "urgent"]
+
+
+def test_a_spilled_block_is_taken_only_once_its_save_has_let_go() -> None:
+    """The neighbour was promised its growth; blocks still held by a save are nobody's to take."""
+    pool = BlockPool(8)
+    dram = Dram(pool, delay=10_000)
+    scheduler = Scheduler(
+        pool, dram, block_tokens=BLOCK, batch_tokens=8, running_max=3, dram_blocks=30, sink=lambda _: None
+    )
+
+    def add(name: str, prompt: int, output: int) -> Sequence:
+        request = GenerateRequest(id=name, token_ids=[len(name)] * prompt, sampling=SamplingParams())
+        seq = Sequence(request, root=b"r" * 32, block_tokens=BLOCK, max_tokens=output, arrived=0, emit=ignore)
+        scheduler.add(seq)
+        return seq
+
+    big, small = add("big", 44, 4), add("neighbour", 2, 13)
+    for step in range(400):
+        for work in scheduler.plan(float(step)):
+            scheduler.computed(work.seq, work.start + work.count)
+            if work.seq is big:
+                dram.save(work.seq)
+            if work.seq.computed == len(work.seq.tokens):
+                work.seq.tokens.append(7)
+                work.seq.extend_keys()
+                if work.seq.output_len >= work.seq.max_tokens:
+                    scheduler.finish(work.seq)
+        others = sum(seq.committed - len(seq.table) for seq in scheduler.running if seq is not big)
+        assert others <= pool.idle_count
+        if step == 200:
+            assert small.output_len == 13, "the neighbour goes on while the big one waits"
+            for _ in range(10_001):
+                dram.tick()
+            dram._delay = 0
+    assert big.output_len == 4

@@ -196,3 +196,9 @@ def test_the_real_model_renders_with_spans(smollm2, tmp_path):
     check(tokenizer, prompt)
     assert texts(tokenizer, prompt)[-1] == ("template", "<|im_end|>\n<|im_start|>assistant\n")
     assert tokenizer.decode(tokenizer.encode("plain text")) == "plain text"
+
+
+def test_a_broken_template_stops_the_start(tmp_path):
+    build_tokenizer(tmp_path, chat_template="{{ broken ")
+    with pytest.raises(ConfigError, match=r"chat template of .* is broken at line 1"):
+        ModelTokenizer(tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import shutil
 import time
 
 import pytest
@@ -297,3 +298,20 @@ def test_journal_names_only_pages_that_are_synced(kit, plan):
             unsynced.add(name)
     assert journal_writes >= 30
     assert unsynced == set()
+
+
+def test_a_folder_that_is_removed_trips_the_tier_for_good(kit):
+    """Writing to files that have no name would succeed, and all of it would be gone at the next start."""
+    store = kit.open(retry_s=0.1)
+    chain = Chain(namespace(), 3)
+    chain.save(store)
+    shutil.rmtree(kit.folder)
+    wait_for(lambda: kit.of(TierStateChanged))
+    (event,) = kit.of(TierStateChanged)
+    assert "the folder is gone" in event.reason
+    more = Chain(namespace(), 3, seed=2)
+    assert more.save(store) == [SaveState.STORED] * 3
+    time.sleep(0.5)
+    assert store.gauges()["store_ssd_error"] == 1.0
+    assert read_all(store, more.root, more.keys) == 3
+    store.audit()

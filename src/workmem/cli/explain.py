@@ -48,10 +48,17 @@ def explain(
     if bool(request_id) == last:
         raise ConfigError("name a request by its id, or ask for --last")
     server = _Server(url.rstrip("/").removesuffix("/v1"), key_file)
+    try:
+        _explain(server, request_id, last=last)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise TransferError(f"{url} answers, but not as workmem does; check --url") from error
+
+
+def _explain(server: _Server, request_id: str, *, last: bool) -> None:
     if last:
         latest = server.get("/debug/requests?n=1")["data"]
         if not latest:
-            raise ClientError(f"{url} has served no request yet")
+            raise ClientError("the server has served no request yet")
         request_id = latest[0]["id"]
     found = server.get(f"/debug/requests/{urllib.parse.quote(request_id, safe='')}")
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)

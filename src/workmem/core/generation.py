@@ -115,8 +115,11 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Engine(Protocol):
-    """Generates. `encode` and `render_chat` compute, and may be called from any thread; the others are
-    called on the event loop and do not block it."""
+    """Generates.
+
+    `encode` and `render_chat` compute, and may be called from any thread; the others are called on the
+    event loop and do not block it.
+    """
 
     @property
     def info(self) -> ModelInfo:

@@ -5,6 +5,7 @@ Writes and reads trip apart: a full disk still serves what it holds.
 
 from __future__ import annotations
 
+import math
 import threading
 
 from workmem.core.clock import Clock
@@ -27,6 +28,7 @@ class Breaker:
         self._read_streak = 0
         self._write_again = 0.0
         self._read_again = 0.0
+        self._lost = False
         self.writes_open = False
         self.reads_open = False
         self.write_errors = 0
@@ -39,6 +41,8 @@ class Breaker:
     def write_failed(self, error: Exception) -> None:
         """A write or sync failed."""
         with self._lock:
+            if self._lost:
+                return
             self.write_errors += 1
             self._write_streak += 1
             if self._write_streak < FAILURES_MAX:
@@ -51,6 +55,8 @@ class Breaker:
     def write_worked(self) -> bool:
         """A batch is durable. True if that brought writing back."""
         with self._lock:
+            if self._lost:
+                return False
             self._write_streak = 0
             back, self.writes_open = self.writes_open, False
         if back:
@@ -60,6 +66,8 @@ class Breaker:
     def read_failed(self, error: Exception) -> None:
         """A page could not be read."""
         with self._lock:
+            if self._lost:
+                return
             self.read_errors += 1
             self._read_streak += 1
             if self._read_streak < FAILURES_MAX:
@@ -72,6 +80,15 @@ class Breaker:
     def read_worked(self) -> None:
         """A page arrived."""
         self._read_streak = 0
+
+    def folder_lost(self) -> None:
+        """The folder was removed or replaced: nothing written to it would be found again."""
+        with self._lock:
+            if self._lost:
+                return
+            self._lost = self.writes_open = self.reads_open = True
+            self._write_again = self._read_again = math.inf
+        self._tell("error", "the folder is gone; dram serves alone until the next start")
 
     def tick(self) -> None:
         """Let reads be tried again once their pause is over: a single failure trips them anew."""

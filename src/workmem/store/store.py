@@ -195,6 +195,8 @@ class Store:
     def _tick(self) -> None:
         self._arena.warm(self._pool.state.frames.reached_bytes + _WARM_AHEAD_BYTES, _WARM_TICK_BYTES)
         self._pool.leases.expire_leases()
+        if self._tier is not None and not self._tier.folder_is_ours():
+            self._breaker.folder_lost()
         self._breaker.tick()
         self._pool.state.reads_ssd = not self._breaker.reads_open
 

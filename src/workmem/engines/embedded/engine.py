@@ -179,15 +179,7 @@ class EmbeddedEngine:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
         """See `Engine.generate`."""
         max_tokens = check(request, self._limits)
-        scheduler = self._scheduler
-        queued = len(scheduler.waiting) + len(self._inbox)
-        # A burst arrives between two steps: those who will run at once do not wait.
-        places = 0 if scheduler.waiting else self._config.running_max - len(scheduler.running)
-        if queued >= self._config.queue_max + places:
-            raise QueueFull(
-                f"{queued} requests are waiting, the bound is engine.queue_max={self._config.queue_max}",
-                retry_after_s=self._retry_after(),
-            )
+        self._refuse_if_full()
         grammar = None
         if request.sampling.json_schema is not None:
             grammar = await asyncio.to_thread(
@@ -196,6 +188,8 @@ class EmbeddedEngine:
                 self._tokenizer,
                 vocabulary=self._loaded.vocabulary,
             )
+            # Others may have come while the schema was compiled.
+            self._refuse_if_full()
         loop = asyncio.get_running_loop()
         deltas: asyncio.Queue[Delta | BaseException] = asyncio.Queue()
 
@@ -452,6 +446,17 @@ class EmbeddedEngine:
             root = self._store.register(space) if self._store is not None else space.root()
             self._roots[tenant] = root
         return root
+
+    def _refuse_if_full(self) -> None:
+        scheduler = self._scheduler
+        queued = len(scheduler.waiting) + len(self._inbox)
+        # A burst arrives between two steps: those who will run at once do not wait.
+        places = 0 if scheduler.waiting else self._config.running_max - len(scheduler.running)
+        if queued >= self._config.queue_max + places:
+            raise QueueFull(
+                f"{queued} requests are waiting, the bound is engine.queue_max={self._config.queue_max}",
+                retry_after_s=self._retry_after(),
+            )
 
     def _retry_after(self) -> float:
         """A guess: the time the queue's head has waited, between one second and one minute."""

@@ -35,8 +35,8 @@ class Grammar:
     def compile(cls, json_schema: str, tokenizer: ModelTokenizer, *, vocabulary: int) -> Grammar:
         """A grammar at its start. `vocabulary` is the width of a row of logits.
 
-        "{}" allows any JSON value. Answers are one line, with a space after `,` and `:` alone. Raises ClientError for a schema that is broken or uses what is not
-        supported. The first call for a tokenizer takes up to a second, later ones milliseconds.
+        "{}" allows any JSON value. Answers are one line, with a space after `,` and `:` alone. Raises
+        ClientError for a schema that is broken or uses what is not supported. The first call for a tokenizer takes up to a second, later ones milliseconds.
         """
         if llguidance is None:
             raise ClientError(
@@ -46,9 +46,14 @@ class Grammar:
         matcher_type = llguidance.LLMatcher
         grammar = matcher_type.grammar_from_json_schema(json.dumps(schema), overrides=_ONE_LINE)
         matcher = matcher_type(_token_trie(tokenizer, vocabulary), grammar, log_level=0)
-        if matcher.is_error():
-            raise ClientError(f"The JSON schema cannot be used: {matcher.get_error()}", param=_PARAM)
-        return cls(matcher, vocabulary)
+        made = cls(matcher, vocabulary)
+        if not matcher.is_error():
+            # A schema that nothing can satisfy shows only when the first token is asked for.
+            matcher.unsafe_compute_mask_ptr(made._bits.data_ptr(), made._bits.numel() * 4)
+        if matcher.is_error() or not bool(made._bits.any()):
+            reason = matcher.get_error() or "no answer can satisfy it"
+            raise ClientError(f"The JSON schema cannot be used: {reason}", param=_PARAM)
+        return made
 
     def mask(self, row: torch.Tensor) -> None:
         """Set the logits (fp32 [vocabulary], in place) of all tokens that may not follow to -inf."""

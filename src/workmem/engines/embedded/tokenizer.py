@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateRuntimeError, TemplateSyntaxError, UndefinedError
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -39,7 +39,20 @@ class ModelTokenizer:
                 f"$.engine.model: {folder} has no usable tokenizer (tokenizer.json): {error}"
             ) from error
         self.eos_ids = _eos_ids(folder, self.hf)
+        self._check_template(folder)
         self._reserved = frozenset(inspect.signature(self.hf.apply_chat_template).parameters) - {"documents"}
+
+    def _check_template(self, folder: Path) -> None:
+        """A template that cannot be parsed is the operator's to mend, at the start, not a client's."""
+        if not self.hf.chat_template:
+            return
+        try:
+            with contextlib.suppress(UndefinedError, TemplateRuntimeError, ValueError, TypeError):
+                self.hf.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)
+        except TemplateSyntaxError as error:
+            raise ConfigError(
+                f"$.engine.model: the chat template of {folder} is broken at line {error.lineno}: {error.message}"
+            ) from error
 
     def encode(self, text: str) -> list[int]:
         """Token ids of raw text, with the leading token the model expects, if any."""

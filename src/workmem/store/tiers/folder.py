@@ -55,6 +55,13 @@ class StoreFolder:
         """Numbers of the segment files that exist, ascending."""
         return sorted(int(file.stem) for file in self.segments.glob("*.seg") if file.stem.isdigit())
 
+    def is_ours(self) -> bool:
+        """Whether the path still leads to the folder that is locked: somebody may have removed it."""
+        try:
+            return (self.path / "LOCK").stat().st_ino == os.fstat(self._lock_fd).st_ino
+        except OSError:
+            return False
+
     def close(self) -> None:
         """Give the folder up."""
         if self._lock_fd >= 0:

@@ -218,6 +218,10 @@ class SsdTier:
         """Write something that does no harm. Raises OSError while the disk refuses."""
         self._announce_all()
 
+    def folder_is_ours(self) -> bool:
+        """Whether what is written now will be found at the next start."""
+        return self._folder.is_ours()
+
     def close(self) -> None:
         """Let go of all files."""
         for segment in self.index.segments.values():

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workmem.engines.embedded.attention import _attend_plainly, attend, merge
-from workmem.engines.embedded.native import PagedAttentionKernel, load_kernel
+from workmem.engines.embedded.native import NativeKernel, RowPages, load_kernel
 
 DIM = 32
 
@@ -56,7 +56,7 @@ def test_parts_merge_to_the_whole(
 
 
 @pytest.fixture(scope="module")
-def kernel(tmp_path_factory: pytest.TempPathFactory) -> PagedAttentionKernel:
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> NativeKernel:
     found = load_kernel(tmp_path_factory.mktemp("kernel"))
     assert found is not None, "tests need a C compiler (cc)"
     return found
@@ -65,7 +65,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> PagedAttentionKernel:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("kv_heads", "group", "dim"), [(3, 3, 64), (1, 8, 128), (2, 1, 80), (4, 4, 16)])
 def test_the_kernel_reads_pages_in_place(
-    kernel: PagedAttentionKernel, dtype: torch.dtype, kv_heads: int, group: int, dim: int
+    kernel: NativeKernel, dtype: torch.dtype, kv_heads: int, group: int, dim: int
 ) -> None:
     rng = np.random.default_rng(3)
     layers, block = 3, 16
@@ -80,9 +80,7 @@ def test_the_kernel_reads_pages_in_place(
     for layer in range(layers):
         got = kernel.attend(
             query,
-            pages=addresses,
-            first_page=first,
-            lengths=lengths,
+            RowPages(addresses, first, lengths),
             k_offset=layer * layer_bytes,
             v_offset=layer * layer_bytes + layer_bytes // 2,
             block_tokens=block,
@@ -99,7 +97,7 @@ def test_the_kernel_reads_pages_in_place(
             torch.testing.assert_close(got[row], want, atol=2e-5, rtol=1e-4)
 
 
-def test_a_rows_result_does_not_depend_on_its_neighbours(kernel: PagedAttentionKernel) -> None:
+def test_a_rows_result_does_not_depend_on_its_neighbours(kernel: NativeKernel) -> None:
     pages = torch.randn(80, 1, 2, 16, 2, 64)
     query = torch.randn(5, 4, 64)
     addresses = pages.data_ptr() + np.arange(80, dtype=np.int64) * pages[0].numel() * 4
@@ -112,17 +110,49 @@ def test_a_rows_result_does_not_depend_on_its_neighbours(kernel: PagedAttentionK
         "is_bf16": False,
         "scale": 0.125,
     }
-    together = kernel.attend(query, pages=addresses, first_page=first, lengths=lengths, **sizes)
+    together = kernel.attend(query, RowPages(addresses, first, lengths), **sizes)
     for row in range(5):
         one = slice(row, row + 1)
         alone = kernel.attend(
             query[one].contiguous(),
-            pages=addresses,
-            first_page=first[one].copy(),
-            lengths=lengths[one].copy(),
+            RowPages(addresses, first[one].copy(), lengths[one].copy()),
             **sizes,
         )
         assert torch.equal(alone[0], together[row])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_new_tokens_are_stored_as_torch_would_and_attended_to(
+    kernel: NativeKernel, dtype: torch.dtype
+) -> None:
+    lengths = np.array([1, 16, 17, 40], dtype=np.int64)
+    first = np.array([0, 1, 2, 4], dtype=np.int64)
+    pages = torch.randn(7, 2, 2, 16, 2, 32).to(dtype)
+    want = pages.clone()
+    addresses = pages.data_ptr() + np.arange(7, dtype=np.int64) * pages[0].numel() * pages.element_size()
+    query, key, value = torch.randn(4, 4, 32), torch.randn(4, 2, 32) * 3, torch.randn(4, 2, 32)
+    for row, length in enumerate(lengths):
+        page, offset = first[row] + (length - 1) // 16, (length - 1) % 16
+        want[page, 1, 0, offset], want[page, 1, 1, offset] = key[row].to(dtype), value[row].to(dtype)
+    layer_bytes = pages[0, 0].numel() * pages.element_size()
+    sizes = {
+        "k_offset": layer_bytes,
+        "v_offset": layer_bytes + layer_bytes // 2,
+        "block_tokens": 16,
+        "kv_heads": 2,
+        "is_bf16": dtype == torch.bfloat16,
+        "scale": 0.2,
+    }
+    got = kernel.attend(query, RowPages(addresses, first, lengths), new=(key, value), **sizes)
+    assert torch.equal(pages, want)
+    assert torch.equal(got, kernel.attend(query, RowPages(addresses, first, lengths), **sizes))
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 576), (3, 64), (8, 4096)])
+def test_the_native_norm_is_the_norm(kernel: NativeKernel, rows: int, width: int) -> None:
+    x, weight = torch.randn(1, rows, width) * 5, torch.randn(width)
+    want = torch.nn.functional.rms_norm(x, (width,), weight, 1e-5)
+    torch.testing.assert_close(kernel.rms_norm(x, weight, 1e-5), want, atol=1e-5, rtol=1e-5)
 
 
 def test_without_a_compiler_there_is_no_kernel_and_no_error(

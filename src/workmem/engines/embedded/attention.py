@@ -21,7 +21,7 @@ from workmem.engines.embedded.kv_pages import KVPages
 
 if TYPE_CHECKING:
     from workmem.engines.embedded.loading import LoadGate
-    from workmem.engines.embedded.native import PagedAttentionKernel
+    from workmem.engines.embedded.native import NativeKernel, RowPages
     from workmem.store.contract import Lease
 
 NAME = "workmem_paged"
@@ -82,9 +82,7 @@ class DecodeRows:
     """Query rows from `row` on, one per request, with their pages by address (native kernel)."""
 
     row: int
-    pages: np.ndarray
-    first_page: np.ndarray
-    lengths: np.ndarray
+    where: RowPages
 
 
 @dataclasses.dataclass(slots=True)
@@ -96,7 +94,7 @@ class Step:
     write_offsets: torch.Tensor
     pieces: list[Piece]
     decode: DecodeRows | None = None
-    kernel: PagedAttentionKernel | None = None
+    kernel: NativeKernel | None = None
     gates: list[LoadGate] = dataclasses.field(default_factory=list)
 
 
@@ -125,11 +123,14 @@ def paged_attention(
     del attention_mask
     step, layer = workmem_step, int(module.layer_idx)  # pyright: ignore[reportArgumentType]
     compute = query.dtype
+    for gate in step.gates:
+        gate.wait_layer(layer)
+    if step.decode is not None and not step.pieces and compute == torch.float32:
+        new = (key[0].transpose(0, 1).contiguous(), value[0].transpose(0, 1).contiguous())
+        return _decode(step, layer, query[0], scaling, new=new)[None], None
     # What is attended to is what is stored: rounding first makes a hit and a recomputation see the same bits.
     stored_key = key[0].transpose(0, 1).to(step.pages.dtype)
     stored_value = value[0].transpose(0, 1).to(step.pages.dtype)
-    for gate in step.gates:
-        gate.wait_layer(layer)
     step.pages.write(layer, step.write_blocks, step.write_offsets, stored_key, stored_value)
     out = torch.empty(query.shape[2], query.shape[1], query.shape[3], dtype=compute, device=query.device)
     for piece in step.pieces:
@@ -147,16 +148,22 @@ def paged_attention(
     return out[None], None
 
 
-def _decode(step: Step, layer: int, query: torch.Tensor, scaling: float) -> torch.Tensor:
+def _decode(
+    step: Step,
+    layer: int,
+    query: torch.Tensor,
+    scaling: float,
+    *,
+    new: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
     assert step.decode is not None
     assert step.kernel is not None
     layout = step.pages.layout
     rows = query.transpose(0, 1).float().contiguous()
     out = step.kernel.attend(
         rows,
-        pages=step.decode.pages,
-        first_page=step.decode.first_page,
-        lengths=step.decode.lengths,
+        step.decode.where,
+        new=new,
         k_offset=layer * layout.layer_bytes,
         v_offset=layer * layout.layer_bytes + layout.layer_bytes // 2,
         block_tokens=layout.block_tokens,

@@ -33,7 +33,7 @@ from workmem.core.generation import Delta, GenerateRequest, ModelInfo, RenderedP
 from workmem.core.layout import Namespace
 from workmem.core.outcomes import COMPUTED
 from workmem.core.units import parse_bytes
-from workmem.engines.embedded import attention, tiles
+from workmem.engines.embedded import attention, fuse, tiles
 from workmem.engines.embedded.admission import Limits, check
 from workmem.engines.embedded.block_pool import BlockPool
 from workmem.engines.embedded.config import EmbeddedConfig
@@ -404,6 +404,8 @@ class EmbeddedEngine:
         if self._config.deterministic:
             return tiles.TileRunner(self._loaded.model, self._pages)
         kernel = load_kernel(cache_dir) if self._pages.on_cpu else None
+        if kernel is not None:
+            fuse.use_kernel(self._loaded.model, kernel)
         return PackedRunner(self._loaded.model, self._pages, kernel, str(self._loaded.device))
 
     def _post(self, job: Callable[[], None]) -> bool:

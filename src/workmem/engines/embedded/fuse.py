@@ -12,9 +12,16 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from workmem.engines.embedded.native import NativeKernel
+
+KERNEL_ROWS_MAX = 8
+"""Up to here a norm's cost is that of calling it, and the native kernel is one call."""
+
 
 class FusedRMSNorm(nn.Module):
     """x / rms(x) * weight over the last dimension; shape and dtype of x are kept."""
+
+    kernel: NativeKernel | None = None
 
     def __init__(self, weight: nn.Parameter, epsilon: float) -> None:
         super().__init__()
@@ -23,7 +30,16 @@ class FusedRMSNorm(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """See the class."""
+        if self.kernel is not None and hidden_states.numel() <= KERNEL_ROWS_MAX * self.weight.numel():
+            return self.kernel.rms_norm(hidden_states.contiguous(), self.weight, self.variance_epsilon)
         return nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
+
+
+def use_kernel(model: PreTrainedModel, kernel: NativeKernel) -> None:
+    """Let the norms of a fused fp32 model on a CPU run natively where they have few rows."""
+    for module in model.modules():
+        if isinstance(module, FusedRMSNorm) and module.weight.dtype == torch.float32:
+            module.kernel = kernel
 
 
 def fuse(model: PreTrainedModel) -> list[str]:

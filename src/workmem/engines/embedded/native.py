@@ -15,7 +15,6 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,20 +28,42 @@ _HUGE_BYTES = 2 << 20
 _MADV_HUGEPAGE = 14
 
 
-class PagedAttentionKernel:
-    """The compiled kernel. `attend` works on CPU tensors only."""
+class RowPages:
+    """Where the KV of each query row lies; made once per step and good for all its layers.
 
-    def __init__(self, function: Any) -> None:
-        self._function = function
+    `pages` holds page addresses (int64), row r's from `first_page[r]` on, and `lengths` its tokens, all
+    int64. Whoever makes it keeps the pages in place while it is used.
+    """
+
+    def __init__(self, pages: np.ndarray, first_page: np.ndarray, lengths: np.ndarray) -> None:
+        splits = -(-lengths // SPLIT_TOKENS)
+        first_split = np.zeros(len(lengths), dtype=np.int64)
+        np.cumsum(splits[:-1], out=first_split[1:])
+        self.splits_total = int(splits.sum())
+        # Held, because the addresses below are only good while they live.
+        self._arrays = (pages, first_page, lengths, first_split)
+        self.addresses = tuple(array.ctypes.data for array in self._arrays)
+
+
+class NativeKernel:
+    """The compiled functions. CPU tensors only."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        pointer, i64, i32, f32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+        self._attention = library.workmem_paged_attention
+        self._attention.argtypes = [pointer] * 9 + [i64] * 4 + [i32] * 5 + [f32, i32]
+        self._attention.restype = i32
+        self._rms_norm = library.workmem_rms_norm
+        self._rms_norm.argtypes = [pointer] * 3 + [i64] * 2 + [f32]
+        self._rms_norm.restype = None
         self._scratch = torch.empty(0)
 
     def attend(
         self,
         query: torch.Tensor,
+        where: RowPages,
         *,
-        pages: np.ndarray,
-        first_page: np.ndarray,
-        lengths: np.ndarray,
+        new: tuple[torch.Tensor, torch.Tensor] | None = None,
         k_offset: int,
         v_offset: int,
         block_tokens: int,
@@ -52,28 +73,32 @@ class PagedAttentionKernel:
     ) -> torch.Tensor:
         """Attention output, fp32 [rows, q heads, dim], of `query` of the same shape, contiguous.
 
-        `pages` holds page addresses (int64), row r's from `first_page[r]` on; `lengths` its tokens.
-        Whoever calls keeps the pages in place until this returns.
+        `new` K and V, fp32 [rows, kv heads, dim] and contiguous, are stored as each row's last token first.
         """
         rows, heads, dim = query.shape
-        splits = -(-lengths // SPLIT_TOKENS)
-        first_split = np.zeros(rows, dtype=np.int64)
-        np.cumsum(splits[:-1], out=first_split[1:])
-        splits_total = int(splits.sum())
-        group = heads // kv_heads
-        floats = splits_total * heads * (dim + 2)
+        floats = where.splits_total * heads * (dim + 2)
         if self._scratch.numel() < floats:
             self._scratch = torch.empty(floats)
         out = torch.empty_like(query)
-        status = self._function(
-            query.data_ptr(), out.data_ptr(), pages.ctypes.data, first_page.ctypes.data, lengths.ctypes.data,
-            first_split.ctypes.data, self._scratch.data_ptr(), rows, splits_total, k_offset, v_offset, block_tokens,
-            kv_heads, group, dim, int(is_bf16), scale, torch.get_num_threads(),
+        key, value = (new[0].data_ptr(), new[1].data_ptr()) if new is not None else (None, None)
+        pages, first_page, lengths, first_split = where.addresses
+        status = self._attention(
+            query.data_ptr(), key, value, out.data_ptr(), pages, first_page, lengths, first_split,
+            self._scratch.data_ptr(), rows, where.splits_total, k_offset, v_offset, block_tokens,
+            kv_heads, heads // kv_heads, dim, int(is_bf16), scale, torch.get_num_threads(),
         )  # fmt: skip
         if status != 0:
+            group = heads // kv_heads
             raise ValueError(
                 f"paged attention kernel does not support group {group}, dim {dim}, block {block_tokens}"
             )
+        return out
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        """X / rms(x) * weight over the last dimension; fp32, contiguous."""
+        out = torch.empty_like(x)
+        width = weight.numel()
+        self._rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // width, width, epsilon)
         return out
 
     @staticmethod
@@ -89,7 +114,7 @@ class PagedAttentionKernel:
         )
 
 
-def load_kernel(cache_dir: Path) -> PagedAttentionKernel | None:
+def load_kernel(cache_dir: Path) -> NativeKernel | None:
     """The kernel, compiled on first use (about a second); None, with a log line, where it cannot be built."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
@@ -100,14 +125,10 @@ def load_kernel(cache_dir: Path) -> PagedAttentionKernel | None:
         openmp = _loaded_openmp()
         if openmp is not None:
             ctypes.CDLL(openmp, mode=ctypes.RTLD_GLOBAL)
-        function = ctypes.CDLL(str(library)).workmem_paged_attention
-    except (OSError, subprocess.SubprocessError) as error:
+        return NativeKernel(ctypes.CDLL(str(library)))
+    except (OSError, AttributeError, subprocess.SubprocessError) as error:
         _LOG.warning("native attention could not be built (%s): torch operators are used, slower", error)
         return None
-    pointer, i64, i32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    function.argtypes = [pointer] * 7 + [i64] * 4 + [i32] * 5 + [ctypes.c_float, i32]
-    function.restype = i32
-    return PagedAttentionKernel(function)
 
 
 def advise_huge_pages(address: int, length: int) -> None:

@@ -7,6 +7,9 @@
  * Work is cut by (row, split of SPLIT_TOKENS tokens) and a job takes all heads of a page at once, so memory
  * is read from front to back and each byte once. The cut is fixed: a row's result depends on neither its
  * neighbours nor the number of threads. Splits are merged in order afterwards.
+ *
+ * Where new K and V are given (fp32 [rows][kv heads][dim], else null), they are first stored as each row's last
+ * token: small torch operators cost more than the work they do here.
  */
 #include <stdint.h>
 #include <string.h>
@@ -170,9 +173,35 @@ static void attend_split(const float *q, const int64_t *pages, int64_t begin, in
     }
 }
 
+/* fp32 -> bf16, to nearest, ties to even: what torch does. */
+static void store_row(const float *from, int is_bf16, int64_t count, char *to) {
+    if (!is_bf16) {
+        memcpy(to, from, (size_t)count * sizeof(float));
+        return;
+    }
+    uint16_t *out = (uint16_t *)to;
+    for (int64_t i = 0; i < count; i++) {
+        union { float f; uint32_t i; } bits;
+        bits.f = from[i];
+        out[i] = (uint16_t)((bits.i + 0x7fffu + ((bits.i >> 16) & 1u)) >> 16);
+    }
+}
+
+/* out[r] = x[r] / sqrt(mean(x[r]^2) + epsilon) * weight, all fp32. */
+void workmem_rms_norm(const float *x, const float *weight, float *out, int64_t rows, int64_t width, float epsilon) {
+    for (int64_t r = 0; r < rows; r++) {
+        const float *in = x + r * width;
+        float *to = out + r * width;
+        float total = 0.0f;
+        for (int64_t i = 0; i < width; i++) total += in[i] * in[i];
+        float scale = 1.0f / __builtin_sqrtf(total / (float)width + epsilon);
+        for (int64_t i = 0; i < width; i++) to[i] = in[i] * scale * weight[i];
+    }
+}
+
 /* Returns 0, or -1 where a size exceeds what was compiled in. `scratch` has
  * splits_total * q heads * (dim + 2) floats; first_split[r] is the first split of row r. */
-int workmem_paged_attention(const float *q, float *out, const int64_t *pages, const int64_t *first_page,
+int workmem_paged_attention(const float *q, const float *new_k, const float *new_v, float *out, const int64_t *pages, const int64_t *first_page,
                             const int64_t *lengths, const int64_t *first_split, float *scratch, int64_t rows,
                             int64_t splits_total, int64_t k_offset, int64_t v_offset, int block_tokens,
                             int kv_heads, int group, int dim, int is_bf16, float scale, int threads) {
@@ -181,6 +210,16 @@ int workmem_paged_attention(const float *q, float *out, const int64_t *pages, co
     if (heads > HEADS_MAX || dim > DIM_MAX || dim % LANES || kv_heads * dim > WIDE_FLOATS) return -1;
     if (block_tokens > BLOCK_MAX || SPLIT_TOKENS % block_tokens) return -1;
     int64_t slot = (int64_t)heads * (dim + 2);
+    if (new_k) {
+        int64_t width = (int64_t)kv_heads * dim, row_bytes = width * (is_bf16 ? 2 : 4);
+        for (int64_t row = 0; row < rows; row++) {
+            int64_t last = lengths[row] - 1;
+            char *page = (char *)(intptr_t)pages[first_page[row] + last / block_tokens];
+            int64_t at = (last % block_tokens) * row_bytes;
+            store_row(new_k + row * width, is_bf16, width, page + k_offset + at);
+            store_row(new_v + row * width, is_bf16, width, page + v_offset + at);
+        }
+    }
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
     for (int64_t split = 0; split < splits_total; split++) {
         int64_t low = 0, high = rows - 1; /* the row this split belongs to */

@@ -8,12 +8,13 @@ import numpy as np
 import torch
 
 from workmem.engines.embedded.attention import Context, DecodeRows, Piece, Step
+from workmem.engines.embedded.native import RowPages
 from workmem.engines.embedded.scheduler import Work
 from workmem.engines.embedded.sequence import Sequence
 
 if TYPE_CHECKING:
     from workmem.engines.embedded.kv_pages import KVPages
-    from workmem.engines.embedded.native import PagedAttentionKernel
+    from workmem.engines.embedded.native import NativeKernel
 
 
 class Runner(Protocol):
@@ -27,7 +28,7 @@ class Runner(Protocol):
 class PackedRunner:
     """The fast mode: all tokens of the step in one pass, decoding rows last."""
 
-    def __init__(self, model: Any, pages: KVPages, kernel: PagedAttentionKernel | None, device: str) -> None:
+    def __init__(self, model: Any, pages: KVPages, kernel: NativeKernel | None, device: str) -> None:
         self._model = model
         self._pages = pages
         layout = pages.layout
@@ -99,7 +100,7 @@ class PackedRunner:
         first = np.zeros(len(work), dtype=np.int64)
         np.cumsum([len(a) for a in addresses[:-1]], out=first[1:])
         lengths = np.array([item.start + 1 for item in work], dtype=np.int64)
-        return DecodeRows(row, np.concatenate(addresses), first, lengths)
+        return DecodeRows(row, RowPages(np.concatenate(addresses), first, lengths))
 
 
 def _spilled_addresses(seq: Sequence) -> np.ndarray:

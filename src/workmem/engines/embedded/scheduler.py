@@ -316,6 +316,7 @@ class Scheduler:
             except EngineError as error:
                 self.failed.append((seq, error))
                 return False
+        if seq.window:
             # A spilled block goes idle only when its save has let go of it too.
             others = self.outstanding() - (seq.committed - len(seq.table))
             if needed > self._pool.idle_count - others:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, TemplateRuntimeError, TemplateSyntaxError, UndefinedError
+from jinja2 import TemplateError, TemplateSyntaxError
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -47,12 +47,14 @@ class ModelTokenizer:
         if not self.hf.chat_template:
             return
         try:
-            with contextlib.suppress(UndefinedError, TemplateRuntimeError, ValueError, TypeError):
-                self.hf.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)
+            self.hf.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)
         except TemplateSyntaxError as error:
             raise ConfigError(
                 f"$.engine.model: the chat template of {folder} is broken at line {error.lineno}: {error.message}"
             ) from error
+        except (TemplateError, ValueError, TypeError, KeyError, AttributeError):
+            # It can be parsed; that it does not like this one chat says nothing about others.
+            return
 
     def encode(self, text: str) -> list[int]:
         """Token ids of raw text, with the leading token the model expects, if any."""

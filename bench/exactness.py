@@ -126,7 +126,13 @@ def main() -> None:
         Console().print(msgspec.to_builtins(found))
     modes = cost(options.model, texts.prompt(256))
     Console().print(modes)
-    body = {"environment": environment(), "results": msgspec.to_builtins(results), "cost": modes}
+    body = {
+        "bench": "exactness",
+        "machine": environment(),
+        "seed": options.seed,
+        "results": msgspec.to_builtins(results),
+        "cost": modes,
+    }
     write_result(options.out, body)
 
 

@@ -130,7 +130,7 @@ def main() -> None:
         "bench": "exactness",
         "machine": environment(),
         "seed": options.seed,
-        "results": msgspec.to_builtins(results),
+        "rows": msgspec.to_builtins(results),
         "cost": modes,
     }
     write_result(options.out, body)

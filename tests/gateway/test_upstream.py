@@ -204,7 +204,17 @@ def test_rank_without_a_session_takes_the_least_busy_of_the_model():
     servers[2].models = {"other": {}}
     servers[0].models = servers[1].models = {"m": {}}
     assert rank(servers, model="m", affinity="", now=0) == [servers[1], servers[0]]
-    assert rank(servers, model="unknown", affinity="", now=0)[0] is servers[2]
+
+
+def test_a_model_that_nobody_lists_is_asked_of_those_without_a_list_or_of_a_lone_server():
+    servers = [UpstreamServer(f"http://h{i}") for i in range(2)]
+    assert rank(servers, model="m", affinity="", now=0) == servers
+    servers[0].has_listed = True
+    assert rank(servers, model="m", affinity="", now=0) == [servers[1]]
+    servers[1].has_listed = True
+    assert rank(servers, model="m", affinity="", now=0) == []
+    assert rank(servers, model="", affinity="", now=0) == servers
+    assert rank(servers[:1], model="m", affinity="", now=0) == servers[:1]
 
 
 @pytest.mark.parametrize(
@@ -216,5 +226,5 @@ def test_odd_usage_is_harmless(usage):
     peek = UsagePeek("application/json")
     for byte in json.dumps({"usage": usage}).encode():
         peek.feed(bytes([byte]))
-    found = peek.usage()
-    assert found is None or found.by_source in ({}, {"computed": 5})
+    peek.close()
+    assert peek.usage is None or peek.usage.by_source in ({}, {"unreported": 5})

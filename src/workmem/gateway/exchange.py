@@ -145,8 +145,11 @@ class Boundary:
 
 
 def request_id_of(given: str) -> str:
-    """`given` if it is safe to put into headers and logs, else an id of our own."""
-    return given if _REQUEST_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
+    """`given` if it is safe to put into headers and logs, else an id of our own.
+
+    A plain UUID: some servers behind us refuse every other `x-request-id`.
+    """
+    return given if _REQUEST_ID.fullmatch(given) else str(uuid.uuid4())
 
 
 async def _discard(receive: Receive, bytes_max: int) -> None:

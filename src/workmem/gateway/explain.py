@@ -59,45 +59,46 @@ class RequestLog:
 
 async def list_requests(exchange: Exchange) -> Answer:
     """`GET /debug/requests?n=20`."""
-    _only_operators(exchange.request)
+    only_operators(exchange.request)
     given = exchange.request.query_params.get("n", "20")
     if not given.isdecimal() or len(given) > 6:
         raise Refusal(400, f"n must be a count, not {given[:20]!r}.", code="invalid_value")
     log: RequestLog = state_of(exchange.request, "request_log")
-    visible = [record for record in log.latest(10**6) if _may_see(exchange, record)]
+    visible = [record for record in log.latest(10**6) if may_see(exchange, record)]
     return json_response({"object": "list", "data": visible[: int(given)]})
 
 
 async def explain_request(exchange: Exchange) -> Answer:
     """`GET /debug/requests/{id}`: the explanation, or a list of them for several prompts."""
-    _only_operators(exchange.request)
+    only_operators(exchange.request)
     any_id: str = exchange.request.path_params["id"]
     log: RequestLog = state_of(exchange.request, "request_log")
     history: PromptHistory = state_of(exchange.request, "history")
     record = log.find(any_id)
-    if record is None or not _may_see(exchange, record):
-        raise _unknown(any_id)
+    if record is None or not may_see(exchange, record):
+        raise unknown_request(any_id)
     wanted = [any_id] if any_id in record.prompts else record.prompts
     found = [explanation for prompt in wanted if (explanation := history.explain(prompt)) is not None]
     if not found:
-        raise _unknown(any_id)
+        raise unknown_request(any_id)
     body: Any = found[0] if len(found) == 1 else {"object": "list", "data": found}
     return json_response(body)
 
 
-def _unknown(any_id: str) -> Refusal:
+def unknown_request(any_id: str) -> Refusal:
+    """404 for an id that no remembered request has."""
     text = f"No request {any_id[:128]!r} is remembered; the latest are at /debug/requests."
     return Refusal(404, text, code="request_not_found")
 
 
-def _may_see(exchange: Exchange, record: RequestRecord) -> bool:
+def may_see(exchange: Exchange, record: RequestRecord) -> bool:
     """With keys, a tenant sees its own requests only: prompts are told apart by who pays for them."""
     keys: ApiKeys = state_of(exchange.request, "keys")
     return not keys.is_required or record.caller.tenant == exchange.tenant
 
 
-def _only_operators(request: Request) -> None:
-    """Without keys, only this machine may look; with keys, the boundary has checked one."""
+def only_operators(request: Request) -> None:
+    """Refuse others: without keys, only this machine may look; with keys, the boundary has checked one."""
     keys: ApiKeys = state_of(request, "keys")
     if keys.is_required or is_local(request):
         return

@@ -37,7 +37,7 @@ class Metrics:
         self.generation_tokens = Counter("workmem_generation_tokens", "Tokens generated.", registry=registry)
         self.by_source = Counter(
             "workmem_prompt_tokens_by_source",
-            "Prompt tokens by the tier that had them, or `computed`.",
+            "Prompt tokens by the tier that had them, or `computed`; `cached` or `unreported` of other servers.",
             ["source"],
             registry=registry,
         )

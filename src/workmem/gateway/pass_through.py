@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 
 import aiohttp
 from starlette.types import Receive, Scope, Send
@@ -37,41 +38,66 @@ NOT_FORWARDED = frozenset(
 _NOT_RETURNED = NOT_FORWARDED - {"content-length"} | {"date", "server", "x-request-id"}
 
 
+OnEnd = Callable[[UsagePeek, bool], None]
+"""Called once, with what was seen and whether the answer came whole."""
+
+
 class PassThrough:
     """An answer on its way through."""
 
     def __init__(
-        self, answer: aiohttp.ClientResponse, metrics: Metrics, arrived: float, timeout_s: float
+        self,
+        answer: aiohttp.ClientResponse,
+        metrics: Metrics,
+        arrived: float,
+        timeout_s: float,
+        on_end: OnEnd | None = None,
     ) -> None:
         self.status_code = answer.status
         self._answer = answer
         self._metrics = metrics
         self._arrived = arrived
         self._timeout_s = timeout_s
+        self._on_end = on_end
+        self._first: float | None = None
+        self._peek = UsagePeek(answer.headers.get("content-type", ""))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it, byte for byte."""
         del receive
-        answer = self._answer
+        is_whole = False
+        try:
+            is_whole = await self._pass(scope, send)
+        finally:
+            # Also where the client left or half a body was cut off.
+            self._peek.close()
+            if self._answer.method == "POST":
+                self._count(is_whole=is_whole)
+                if self._on_end is not None:
+                    self._on_end(self._peek, is_whole)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _pass(self, scope: Scope, send: Send) -> bool:
+        """Everything but the end; False where a stream broke off and said so."""
+        answer, peek = self._answer, self._peek
         headers = [(k.lower(), v) for k, v in answer.raw_headers if k.lower().decode() not in _NOT_RETURNED]
         await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-        peek = UsagePeek(answer.headers.get("content-type", ""))
-        first: float | None = None
         try:
             async with asyncio.timeout(self._timeout_s):
                 async for data in answer.content.iter_any():
-                    first = first or time.monotonic()
                     await send({"type": "http.response.body", "body": data, "more_body": True})
                     peek.feed(data)
+                    if self._first is None and peek.has_token:
+                        self._first = time.monotonic()
         except (aiohttp.ClientError, TimeoutError) as error:
+            peek.has_failed = True
             await self._broke_off(scope, send, error)
-        if answer.method == "POST":
-            self._count(peek, first)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            return False
+        return True
 
     async def _broke_off(self, scope: Scope, send: Send, error: Exception) -> None:
-        log.warning("upstream %s broke off: %s", self._answer.url.host, error)
-        if self._answer.headers.get("content-type", "").startswith("text/event-stream"):
+        log.warning("upstream %s broke off: %s", self._answer.url.origin(), error)
+        if self._peek.is_stream:
             body = error_body("The upstream server broke off.", kind="server_error", code="upstream_error")
             # A blank line first: the last event may be incomplete.
             await send({"type": "http.response.body", "body": b"\n\n" + event(body), "more_body": True})
@@ -83,19 +109,23 @@ class PassThrough:
             await asyncio.sleep(0)
         raise ClientGone from error
 
-    def _count(self, peek: UsagePeek, first: float | None) -> None:
-        metrics, now = self._metrics, time.monotonic()
-        reason = "stop" if self._answer.status == 200 else "error"
-        metrics.success.labels(reason).inc()
-        metrics.e2e.observe(now - self._arrived)
-        if first is not None:
-            metrics.ttft.observe(first - self._arrived)
-        usage = peek.usage()
+    def _count(self, *, is_whole: bool) -> None:
+        metrics, peek, now = self._metrics, self._peek, time.monotonic()
+        if self._answer.status >= 400 or peek.has_failed:
+            metrics.success.labels("error").inc()
+        for reason in peek.reasons:
+            metrics.success.labels(reason).inc()
+        if is_whole and peek.reasons:
+            metrics.e2e.observe(now - self._arrived)
+        # Of an answer in one piece nobody knows when its first token was there.
+        if self._first is not None:
+            metrics.ttft.observe(self._first - self._arrived)
+        usage = peek.usage
         if usage is None:
             return
         metrics.prompt_tokens.inc(usage.prompt_tokens)
         metrics.generation_tokens.inc(usage.completion_tokens)
         for source, tokens in usage.by_source.items():
             metrics.by_source.labels(source).inc(tokens)
-        if first is not None and usage.completion_tokens > 1:
-            metrics.tpot.observe((now - first) / (usage.completion_tokens - 1))
+        if self._first is not None and usage.completion_tokens > 1:
+            metrics.tpot.observe((now - self._first) / (usage.completion_tokens - 1))

@@ -15,13 +15,14 @@ from workmem.gateway.config import UpstreamConfig
 
 
 class UpstreamServer:
-    """One server. `models` maps ids to their entries in `/v1/models`."""
+    """One server. `models` maps ids to their entries in `/v1/models`, once it `has_listed` them."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.in_flight = 0
         self.down_until = 0.0
         self.models: dict[str, dict[str, Any]] = {}
+        self.has_listed = False
         self.last_error = ""
 
     def is_down(self, now: float) -> bool:
@@ -39,10 +40,14 @@ class UpstreamServer:
 def rank(servers: Iterable[UpstreamServer], *, model: str, affinity: str, now: float) -> list[UpstreamServer]:
     """The servers to try, best first: those of the model, the session's own, least busy without one.
 
-    Servers that were just unreachable come last instead of never: all may be.
+    Servers that were just unreachable come last instead of never: all may be. A model that no list names is
+    asked of the servers that gave no list yet. With none of those it is asked of a lone server, and of several
+    of none: some answer to any name, with a model that was not asked for.
     """
     everyone = list(servers)
-    serving = [server for server in everyone if model in server.models] or everyone
+    serving = [server for server in everyone if not model or model in server.models]
+    if not serving:
+        serving = [server for server in everyone if not server.has_listed or len(everyone) == 1]
     return sorted(serving, key=lambda one: (one.is_down(now), -one.weight(affinity), one.in_flight))
 
 
@@ -74,6 +79,7 @@ async def refresh_models(
                 server.down_until = time.monotonic() + config.retry_after_s
             return
         server.models = {name: entry for entry in body.data if isinstance(name := entry.get("id"), str)}
+        server.has_listed = True
         server.last_error, server.down_until = "", 0.0
 
     await asyncio.gather(*(ask(server) for server in servers))

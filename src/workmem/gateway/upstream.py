@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -19,11 +19,14 @@ from workmem.core.generation import Caller
 from workmem.gateway.app import assemble
 from workmem.gateway.config import ServerConfig, UpstreamConfig
 from workmem.gateway.exchange import Answer, Exchange, header_map, state_of
+from workmem.gateway.explain import RequestLog, list_requests
 from workmem.gateway.failures import Refusal, json_response
 from workmem.gateway.key_file import key_to_send
 from workmem.gateway.metrics import Metrics
 from workmem.gateway.pass_through import NOT_FORWARDED, PassThrough
+from workmem.gateway.passed import PassedRequest, explain_passed
 from workmem.gateway.servers import UpstreamServer, merged_models, rank, refresh_models
+from workmem.gateway.usage_peek import UsagePeek
 from workmem.prompt.decode import decode_json
 from workmem.prompt.identity import SessionInferrer, history_of, identify, with_session
 
@@ -40,14 +43,16 @@ class Upstream:
             raise ConfigError("$.upstream.urls: upstream mode needs at least one URL.")
         self.servers = servers
         self.sessions = SessionInferrer()
+        self.request_log = RequestLog(front.explain_prompts_max)
         self._config = config
         self._request_timeout_s = front.request_timeout_s
         self._asks_for_keys = bool(front.api_key_file)
         self._key = key_to_send(config.api_key_file, "$.upstream.api_key_file") if config.api_key_file else ""
         self._metrics = metrics
         self._session: aiohttp.ClientSession | None = None
-        self._refreshing: asyncio.Task[None] | None = None
-        self._asked_at = 0.0
+        self._keeping_fresh: asyncio.Task[None] | None = None
+        self._asking: asyncio.Task[None] | None = None
+        self._asked_at = float("-inf")
 
     async def open(self) -> None:
         """Start the client and learn what is served; servers may still be down."""
@@ -58,13 +63,14 @@ class Upstream:
             total=None, sock_connect=self._config.connect_timeout_s, sock_read=self._config.read_timeout_s
         )
         self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
-        self._refreshing = asyncio.create_task(self._keep_fresh())
+        self._keeping_fresh = asyncio.create_task(self._keep_fresh())
 
     async def close(self) -> None:
         """Close all connections."""
-        if self._refreshing is not None:
-            self._refreshing.cancel()
-            await asyncio.gather(self._refreshing, return_exceptions=True)
+        tasks = [task for task in (self._keeping_fresh, self._asking) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._session is not None:
             await self._session.close()
 
@@ -81,26 +87,28 @@ class Upstream:
         caller = with_session(
             identify(headers, raw, tenant=exchange.tenant), self.sessions, str(model), history_of(raw)
         )
-        if model and model not in merged_models(self.servers) and time.monotonic() - self._asked_at > 1.0:
-            await self._refresh()
+        if model and model not in merged_models(self.servers):
+            await self._refresh(unless_asked_s=1.0)
         affinity = f"{caller.tenant}\0{caller.session}" if caller.session else ""
         order = rank(self.servers, model=str(model), affinity=affinity, now=time.monotonic())
+        if not order:
+            raise _no_such_model(str(model), merged_models(self.servers))
         outgoing = self._outgoing_headers(exchange, headers, caller)
         for server in order:
-            answer = await self._try(server, exchange, outgoing)
+            answer = await self._try(server, exchange, outgoing, caller)
             if answer is not None:
                 return answer
         text = f"None of the {len(order)} upstream servers accepts connections: {order[0].last_error}."
         raise Refusal(502, text, code="upstream_unreachable")
 
     async def _try(
-        self, server: UpstreamServer, exchange: Exchange, headers: Mapping[str, str]
+        self, server: UpstreamServer, exchange: Exchange, headers: Mapping[str, str], caller: Caller
     ) -> Answer | None:
         """The answer of `server` once its headers are here; None if it could not be connected to."""
         request = exchange.request
         query = f"?{request.url.query}" if request.url.query else ""
         url = yarl.URL(f"{server.url}{request.scope['raw_path'].decode('ascii')}{query}", encoded=True)
-        arrived = time.monotonic()
+        arrived, created = time.monotonic(), int(time.time())
         server.in_flight += 1
         try:
             answer = await self._client.request(
@@ -131,7 +139,23 @@ class Upstream:
 
         exchange.held.callback(let_go)
         server.down_until, server.last_error = 0.0, ""
-        return PassThrough(answer, self._metrics, arrived, self._request_timeout_s)
+
+        def remember(seen: UsagePeek, is_whole: bool) -> None:  # noqa: FBT001  the shape of OnEnd
+            self.request_log.add(
+                PassedRequest(
+                    id=seen.id or exchange.request_id,
+                    request_id=exchange.request_id,
+                    prompts=(),
+                    caller=caller,
+                    created=created,
+                    server=server.url,
+                    status=answer.status,
+                    is_whole=is_whole,
+                    usage=seen.usage,
+                )
+            )
+
+        return PassThrough(answer, self._metrics, arrived, self._request_timeout_s, remember)
 
     def _outgoing_headers(
         self, exchange: Exchange, headers: Mapping[str, str], caller: Caller
@@ -159,10 +183,20 @@ class Upstream:
         assert self._session is not None, "open() comes first"
         return self._session
 
-    async def _refresh(self) -> None:
-        self._asked_at = time.monotonic()
-        headers = {"authorization": f"Bearer {self._key}"} if self._key else {}
-        await refresh_models(self.servers, self._client, self._config, headers)
+    async def _refresh(self, unless_asked_s: float = 0.0) -> None:
+        """Learn what is served, unless that was asked and answered a moment ago.
+
+        Everyone waits for the same answers: the first requests come while the first ones are on their way.
+        """
+        if self._asking is None or self._asking.done():
+            if time.monotonic() - self._asked_at < unless_asked_s:
+                return
+            self._asked_at = time.monotonic()
+            headers = {"authorization": f"Bearer {self._key}"} if self._key else {}
+            self._asking = asyncio.create_task(
+                refresh_models(self.servers, self._client, self._config, headers)
+            )
+        await asyncio.shield(self._asking)
 
     async def _keep_fresh(self) -> None:
         while True:
@@ -193,6 +227,8 @@ def build_upstream_app(upstream: UpstreamConfig, config: ServerConfig | None = N
             ("/v1/{path:path}", "POST", _forward),
             ("/v1/{path:path}", "GET", _forward),
             ("/v1/{path:path}", "DELETE", _forward),
+            ("/debug/requests", "GET", list_requests),
+            ("/debug/requests/{id}", "GET", explain_passed),
         ],
         config=config,
         metrics=metrics,
@@ -200,6 +236,7 @@ def build_upstream_app(upstream: UpstreamConfig, config: ServerConfig | None = N
         lifespan=lifespan,
     )
     app.state.upstream = front
+    app.state.request_log = front.request_log
     return app
 
 
@@ -217,8 +254,7 @@ async def _model(exchange: Exchange) -> Answer:
     upstream: Upstream = state_of(exchange.request, "upstream")
     models, name = await upstream.models(), exchange.request.path_params["id"]
     if name not in models:
-        text = f"The model {name[:256]!r} does not exist here; served: {sorted(models)}."
-        raise Refusal(404, text, code="model_not_found")
+        raise _no_such_model(name, models)
     return json_response(models[name])
 
 
@@ -243,6 +279,11 @@ def _gauges(servers: list[UpstreamServer]) -> dict[str, float]:
         "upstream_requests_running": float(sum(server.in_flight for server in servers)),
         "upstream_servers_up": float(sum(not server.is_down(now) for server in servers)),
     }
+
+
+def _no_such_model(name: str, models: Iterable[str]) -> Refusal:
+    text = f"The model {name[:256]!r} does not exist here; served: {sorted(models)}."
+    return Refusal(404, text, code="model_not_found")
 
 
 def _object_in(body: bytes) -> dict[str, Any]:

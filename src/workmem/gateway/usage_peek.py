@@ -1,14 +1,39 @@
-"""Reading `usage` out of an answer that passes through, without changing or holding it."""
+"""Reading what an answer says about itself as it passes through, without changing or holding it."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
 
 from workmem.core.outcomes import COMPUTED, TierName
 
+CACHED = "cached"
+"""Source of prompt tokens that another server says it did not compute."""
+UNREPORTED = "unreported"
+"""Source of prompt tokens where the other server does not say which of them were cached."""
+
 _HELD_BYTES_MAX = 4 * 1024 * 1024
+_ID_CHARS_MAX = 128
+# Only such events are decoded: the others carry text alone, and there is one per token.
+_TELLING = re.compile(rb'"(?:usage|finish_reason|stop_reason|error)"\s*:\s*[^n\s]')
+_TOKEN = re.compile(rb'"(?:delta|text)"\s*:\s*["{]')
+# The reasons of all dialects in the words of chat completions, so that labels stay few.
+_REASONS = {
+    "stop": "stop",
+    "end_turn": "stop",
+    "stop_sequence": "stop",
+    "completed": "stop",
+    "length": "length",
+    "max_tokens": "length",
+    "incomplete": "length",
+    "tool_calls": "tool_calls",
+    "tool_use": "tool_calls",
+    "function_call": "tool_calls",
+    "content_filter": "content_filter",
+    "refusal": "content_filter",
+}
 
 
 class PeekedUsage(msgspec.Struct, frozen=True):
@@ -20,54 +45,108 @@ class PeekedUsage(msgspec.Struct, frozen=True):
 
 
 class UsagePeek:
-    """`feed` it the bytes that pass; `usage` is what they said. Answers too large to hold say nothing."""
+    """`feed` it the bytes that pass, then `close` it. Answers too large to hold say nothing."""
 
     def __init__(self, content_type: str) -> None:
-        self._is_stream = content_type.startswith("text/event-stream")
+        self.is_stream = content_type.startswith("text/event-stream")
+        self.id = ""
+        """Of the answer; empty where it names none."""
+        self.has_token = False
+        """Whether a streamed token has passed."""
+        self.has_failed = False
+        """Whether the answer is an error, or ended with one."""
         self._held = bytearray()
-        self._raw: Any = None
-        self._is_blind = not self._is_stream and not content_type.startswith("application/json")
+        self._raw: dict[str, Any] = {}
+        self._reasons: dict[Any, str] = {}
+        self._is_blind = not self.is_stream and not content_type.startswith("application/json")
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why its choices finished, one each; empty where nothing was generated."""
+        return list(self._reasons.values())
+
+    @property
+    def usage(self) -> PeekedUsage | None:
+        """The counts, once everything has passed."""
+        return _counts(self._raw)
 
     def feed(self, data: bytes) -> None:
         """Look at `data`."""
         if self._is_blind:
             return
         self._held += data
-        if self._is_stream:
+        if self.is_stream:
             *lines, rest = bytes(self._held).split(b"\n")
             self._held = bytearray(rest)
             for line in lines:
-                if line.startswith(b"data:") and b'"usage"' in line:
-                    self._raw = _usage_in(line[5:]) or self._raw
+                self._see_line(line)
         if len(self._held) > _HELD_BYTES_MAX:
             self._is_blind = True
             self._held.clear()
 
-    def usage(self) -> PeekedUsage | None:
-        """The counts, once everything has passed."""
-        if not self._is_stream and not self._is_blind:
-            self._raw = _usage_in(bytes(self._held))
-        return _counts(self._raw)
+    def close(self) -> None:
+        """Everything has passed."""
+        if self.is_stream:
+            self._see_line(bytes(self._held))
+        elif not self._is_blind:
+            self._see(bytes(self._held))
+
+    def _see_line(self, line: bytes) -> None:
+        if not line.startswith(b"data:"):
+            return
+        self.has_token = self.has_token or _TOKEN.search(line) is not None
+        if not self.id or _TELLING.search(line):
+            self._see(line[5:])
+
+    def _see(self, data: bytes) -> None:
+        try:
+            value = msgspec.json.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return
+        # Chunks of chats tell at the top; events of `/v1/responses` and `/v1/messages` one level down.
+        for part in (value, _field(value, "response"), _field(value, "message")):
+            name = _field(part, "id")
+            if not self.id and isinstance(name, str) and len(name) <= _ID_CHARS_MAX:
+                self.id = name
+            if isinstance(usage := _field(part, "usage"), dict):
+                self._raw.update(usage)
+            self.has_failed = self.has_failed or bool(_field(part, "error"))
+            self._see_reasons(part)
+
+    def _see_reasons(self, part: Any) -> None:
+        found: dict[Any, Any] = {}
+        if isinstance(choices := _field(part, "choices"), list):
+            for number, choice in enumerate(choices):
+                index = _field(choice, "index")
+                found[index if isinstance(index, int) else number] = _field(choice, "finish_reason")
+        elif _field(part, "object") == "response":
+            found[0] = _field(part, "status")
+        else:
+            found[0] = _field(part, "stop_reason") or _field(_field(part, "delta"), "stop_reason")
+        for index, reason in found.items():
+            if isinstance(reason, str) and reason not in ("in_progress", "queued"):
+                self._reasons[index] = _REASONS.get(reason, "other")
 
 
-def _usage_in(data: bytes) -> Any:
-    try:
-        value = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    return value.get("usage") if isinstance(value, dict) else None
+def _field(value: Any, name: str) -> Any:
+    return value.get(name) if isinstance(value, dict) else None
 
 
-def _counts(raw: Any) -> PeekedUsage | None:
-    if not isinstance(raw, dict):
+def _counts(raw: dict[str, Any]) -> PeekedUsage | None:
+    if not raw:
         return None
     prompt = _count(raw, "prompt_tokens") or _count(raw, "input_tokens")
     completion = _count(raw, "completion_tokens") or _count(raw, "output_tokens")
-    details = raw.get("prompt_tokens_details") or raw.get("input_tokens_details")
-    cached = min(_count(details, "cached_tokens"), prompt)
-    by_source = {"cached": cached, COMPUTED: prompt - cached}
-    extension = raw.get("workmem")
-    if isinstance(extension, dict) and isinstance(tiers := extension.get("tokens_by_source"), dict):
+    cached = _field(raw.get("prompt_tokens_details") or raw.get("input_tokens_details"), "cached_tokens")
+    if cached is None and "cache_read_input_tokens" in raw:
+        # In this dialect `input_tokens` are those that no cache had a part in.
+        cached = _count(raw, "cache_read_input_tokens")
+        prompt += cached + _count(raw, "cache_creation_input_tokens")
+    by_source = {UNREPORTED: prompt}
+    if isinstance(cached, int):
+        cached = min(max(cached, 0), prompt)
+        by_source = {CACHED: cached, COMPUTED: prompt - cached}
+    if isinstance(tiers := _field(raw.get("workmem"), "tokens_by_source"), dict):
         known = {name: _count(tiers, name) for name in (*TierName, COMPUTED)}
         if sum(known.values()) == prompt:
             by_source = known
@@ -75,5 +154,5 @@ def _counts(raw: Any) -> PeekedUsage | None:
 
 
 def _count(raw: Any, name: str) -> int:
-    value = raw.get(name) if isinstance(raw, dict) else None
+    value = _field(raw, name)
     return value if isinstance(value, int) and value > 0 else 0

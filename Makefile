@@ -13,6 +13,9 @@ PORT ?= 8000
 ARGS ?=
 # Folders with tests, or one test, for `make test`.
 TESTS ?= tests
+# Pythons of the environments with vLLM and with llama-cpp-python[server], for `make test-upstreams`.
+UPSTREAM_VLLM_PYTHON ?=
+UPSTREAM_LLAMA_PYTHON ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
@@ -42,6 +45,11 @@ bench-restart: model ## Time to first token: cold, vram, dram, ssd after a resta
 test: check model ## All checks and all tests
 	$(STEP) 'tests'
 	@$(BIN)/python -m pytest -n 2 $(TESTS) $(ARGS)
+
+.PHONY: test-upstreams
+test-upstreams: $(VENV)/.stamp-test model ## Upstream mode before real servers that you have (docs/guides/upstreams.md)
+	@$(BIN)/python tests/gateway/real_upstreams.py --vllm-python '$(UPSTREAM_VLLM_PYTHON)' \
+	  --llama-python '$(UPSTREAM_LLAMA_PYTHON)' --model "$$($(BIN)/workmem model prepare $(MODEL))" $(ARGS)
 
 .PHONY: check
 check: $(VENV)/.stamp-test ## Lint, format, types and import contracts

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import socket
+import threading
 import uuid
 from contextlib import ExitStack
 
@@ -160,6 +162,30 @@ def test_a_server_that_dies_in_the_middle_is_an_error_and_not_whole(front, forei
     assert readings(front)['request_success_total{finished_reason="error"}'] == 1
     (record,) = front.get("/debug/requests")[2]["data"]
     assert (record["id"], record["is_whole"], record["usage"]) == ("chatcmpl-8", False, None)
+
+
+def test_a_server_that_dies_before_it_answers_is_502_and_nobody_else_is_asked(foreigners, stack, wire_to):
+    alive = stack.enter_context(running(foreigners[0].app, ServerConfig(port=0)))
+    listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+    def hang_up():
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection:
+                connection.recv(65536)
+
+    threading.Thread(target=hang_up, daemon=True).start()
+    dying = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    app = build_upstream_app(UpstreamConfig(urls=(dying, alive)), FRONT)
+    front = wire_to(stack.enter_context(running(app, FRONT)))
+    # The one without a list is asked for what the other does not list.
+    status, _, body = front.chat(model="elsewhere")
+    assert (status, body["error"]["code"]) == (502, "upstream_error")
+    assert foreigners[0].asked == []
+    assert front.chat(model="left")[0] == 200
 
 
 def test_explain_tells_what_the_server_said(front, foreigners, capsys):

@@ -112,7 +112,7 @@ def tools(up):
     asked = [{"role": "user", "content": "What is the weather in Paris?"}]
     with up.client as client:
         answer = client.chat.completions.create(
-            model=up.model, messages=asked, tools=[WEATHER], tool_choice=forced, temperature=0, max_tokens=80
+            model=up.model, messages=asked, tools=[WEATHER], tool_choice=forced, temperature=0, max_tokens=40
         )
         (call,) = answer.choices[0].message.tool_calls
         assert call.function.name == "weather"
@@ -122,7 +122,7 @@ def tools(up):
             tools=[WEATHER],
             tool_choice=forced,
             temperature=0,
-            max_tokens=80,
+            max_tokens=40,
             stream=True,
         )
         deltas = [

@@ -97,11 +97,14 @@ def test_a_dead_server_is_passed_over(engines, stack, wire_to):
     assert [server["is_up"] for server in servers] == [False, True]
 
 
-def test_no_server_at_all_is_502_in_shape(stack, wire_to):
+def test_no_server_at_all_is_502_in_shape_and_one_line_in_the_log(stack, wire_to, caplog):
     app = build_upstream_app(UpstreamConfig(urls=("http://127.0.0.1:9",)), FRONT)
     front = wire_to(stack.enter_context(running(app, FRONT)))
     status, _, body = front.chat()
     assert (status, body["error"]["code"]) == (502, "upstream_unreachable")
+    (line,) = [one for one in caplog.records if one.message.startswith("request ")]
+    assert body["error"]["message"] in line.message
+    assert not line.exc_info
 
 
 def test_a_silent_server_is_504(front, engines):

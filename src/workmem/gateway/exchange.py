@@ -106,7 +106,9 @@ class Boundary:
                 await exchange.held.aclose()
                 answer = error_response(error)
                 if getattr(answer, "status_code", 0) >= 500:
-                    log.warning("request %s failed", exchange.request_id, exc_info=error)
+                    # A refusal was foreseen, and its text says it all.
+                    trace = None if isinstance(error, Refusal) else error
+                    log.warning("request %s failed: %s", exchange.request_id, error, exc_info=trace)
             await answer(scope, receive, send)
 
     async def _read_body(self, request: Request, receive: Receive) -> bytes:

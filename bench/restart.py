@@ -362,7 +362,8 @@ def main() -> None:
     layout = layout_of(arguments.model)
     machine = environment()
     settings = [f"engine.model={arguments.model}", "engine.dtype=bf16", *arguments.settings]
-    config = {"mode": mode._asdict(), "seed": arguments.seed, "settings": settings}
+    config = {"mode": mode._asdict(), "seed": arguments.seed, "settings": ["engine.dtype=bf16", *arguments.settings]}
+    config["model"] = arguments.model.name
     journal = Journal(out.with_suffix(".partial.jsonl"), config | {"commit": machine["commit"]})
     folder = (arguments.folder or Path(tempfile.gettempdir())) / f"workmem-bench-{out.stem}"
     if not any("ttft_s" in entry for entry in journal.done.values()):

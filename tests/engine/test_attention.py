@@ -97,6 +97,38 @@ def test_the_kernel_reads_pages_in_place(
             torch.testing.assert_close(got[row], want, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("kv_heads", "group", "dim"), [(3, 3, 64), (1, 8, 128), (2, 1, 80), (4, 5, 24)])
+@pytest.mark.parametrize(("context", "rows"), [(1, 1), (16, 16), (255, 3), (256, 40), (250, 64), (1300, 17)])
+def test_a_run_of_rows_reads_its_context_in_place(
+    kernel: NativeKernel, dtype: torch.dtype, kv_heads: int, group: int, dim: int, context: int, rows: int
+) -> None:
+    block, total = 16, context + rows
+    count = -(-total // block)
+    pages = torch.randn(count, 2, 2, block, kv_heads, dim).to(dtype)
+    order = np.random.default_rng(3).permutation(count)
+    # What lies behind the last token must not matter, whatever it is.
+    pages[order[-1], :, :, total - (count - 1) * block :] = float("nan")
+    addresses = pages.data_ptr() + order.astype(np.int64) * pages[0].numel() * pages.element_size()
+    query = torch.randn(rows, kv_heads * group, dim)
+    layer_bytes = pages[0, 0].numel() * pages.element_size()
+    both = pages[torch.from_numpy(order), 1].float().transpose(0, 1).reshape(2, -1, kv_heads, dim)[:, :total]
+    key, value = both.transpose(1, 2)
+    got = kernel.attend_run(
+        query,
+        addresses,
+        context=context,
+        k_offset=layer_bytes,
+        v_offset=layer_bytes + layer_bytes // 2,
+        block_tokens=block,
+        kv_heads=kv_heads,
+        is_bf16=dtype == torch.bfloat16,
+        scale=DIM**-0.5,
+    )
+    want = dense(query.transpose(0, 1), key, value, causal=True).transpose(0, 1)
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
+
+
 def test_a_rows_result_does_not_depend_on_its_neighbours(kernel: NativeKernel) -> None:
     pages = torch.randn(80, 1, 2, 16, 2, 64)
     query = torch.randn(5, 4, 64)

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -30,6 +30,7 @@ def test_any_tokens_give_the_text_of_decoding_them_at_once(tiny, ids):
 @settings(max_examples=100, deadline=None)
 @given(text=st.text(max_size=30))
 def test_no_piece_holds_half_a_character(tiny, text):
+    assume(not any(word in text for word in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")))
     pieces, _ = run(tiny, tiny.encode(text).ids)
     assert "".join(pieces) == text
     assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text

@@ -30,6 +30,8 @@ from workmem.store.tiers.ssd import SsdTier
 from workmem.store.writer import WriterThread
 
 _WARM_AHEAD_BYTES = 256 * 2**20
+_WARM_LOW_BYTES = 64 * 2**20
+"""Below this it is taken even beside a load, which it slows: touching memory costs more than filling it."""
 _WARM_TICK_BYTES = 64 * 2**20
 """Per tick: memory is taken at up to 256 MiB/s, ahead of use, without a burst at the start."""
 CLOSE_S = 10.0
@@ -53,6 +55,7 @@ class Store:
         self._config = config
         self._clock = clock or SystemClock()
         self._closed = False
+        self._moved = 0
         self._close_lock = threading.Lock()
         dram_bytes = parse_bytes(config.dram.bytes, "$.store.dram.bytes")
         ssd_bytes = parse_bytes(config.ssd.bytes, "$.store.ssd.bytes")
@@ -193,12 +196,19 @@ class Store:
             self._arena.close()
 
     def _tick(self) -> None:
-        self._arena.warm(self._pool.state.frames.reached_bytes + _WARM_AHEAD_BYTES, _WARM_TICK_BYTES)
+        self._warm()
         self._pool.leases.expire_leases()
         if self._tier is not None and not self._tier.folder_is_ours():
             self._breaker.folder_lost()
         self._breaker.tick()
         self._pool.state.reads_ssd = not self._breaker.reads_open
+
+    def _warm(self) -> None:
+        """Take memory ahead of use: while nothing moves, or where too little of it is left."""
+        counts, reached = self._pool.state.counts, self._pool.state.frames.reached_bytes
+        moved = counts["leases"] + counts["promoted"] + counts["saves"]
+        is_idle, self._moved = moved == self._moved, moved
+        self._arena.warm(reached + (_WARM_AHEAD_BYTES if is_idle else _WARM_LOW_BYTES), _WARM_TICK_BYTES)
 
     def audit(self) -> None:
         """Check the ledger and every link of the index. Raises InvariantError; for tests."""

@@ -2,7 +2,8 @@
 
 The model runs over the tokens of many requests laid end to end, [1, T]. For each layer `paged_attention`
 stores the step's K and V in their pages, then attends piece by piece: long runs of queries (prefill) by
-torch's flash kernel over gathered context, single queries (decode) by the native kernel in place.
+torch's flash kernel over gathered context, single queries (decode) and short runs (what a hit leaves of a
+prompt) by the native kernel in place.
 
 Every result is a merge of parts by log-sum-exp, so context may come in any number of parts and from any
 tier: this is also how a context larger than the vram pool is served.
@@ -75,6 +76,8 @@ class Piece:
     row: int
     rows: int
     context: Context
+    pages: np.ndarray | None = None
+    """int64 addresses of the request's pages, own ones included, where the native kernel is to read them."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -135,6 +138,9 @@ def paged_attention(
     out = torch.empty(query.shape[2], query.shape[1], query.shape[3], dtype=compute, device=query.device)
     for piece in step.pieces:
         rows = slice(piece.row, piece.row + piece.rows)
+        if piece.pages is not None:
+            out[rows] = _run(step, piece, layer, query[0, :, rows], scaling)
+            continue
         own_key = stored_key[rows].to(compute).transpose(0, 1)
         own_value = stored_value[rows].to(compute).transpose(0, 1)
         parts = [
@@ -164,6 +170,24 @@ def _decode(
         rows,
         step.decode.where,
         new=new,
+        k_offset=layer * layout.layer_bytes,
+        v_offset=layer * layout.layer_bytes + layout.layer_bytes // 2,
+        block_tokens=layout.block_tokens,
+        kv_heads=layout.kv_heads,
+        is_bf16=layout.dtype == "bf16",
+        scale=scaling,
+    )
+    return out.to(query.dtype)
+
+
+def _run(step: Step, piece: Piece, layer: int, query: torch.Tensor, scaling: float) -> torch.Tensor:
+    assert step.kernel is not None
+    assert piece.pages is not None
+    layout = step.pages.layout
+    out = step.kernel.attend_run(
+        query.transpose(0, 1).float().contiguous(),
+        piece.pages,
+        context=piece.context.tokens,
         k_offset=layer * layout.layer_bytes,
         v_offset=layer * layout.layer_bytes + layout.layer_bytes // 2,
         block_tokens=layout.block_tokens,

@@ -422,14 +422,10 @@ class EmbeddedEngine:
             self._ready.notify_all()
 
     def _sleep(self) -> None:
-        """Until something arrives; briefly where a running request waits for a save of its own."""
+        """Until something arrives; a lease that settles wakes us, a save that somebody waits for does not."""
         with self._ready:
             if not self._inbox and not self._stopping:
-                self._ready.wait(
-                    _SPILL_POLL_SECONDS
-                    if self._scheduler.running or self._scheduler.waiting
-                    else _IDLE_SECONDS
-                )
+                self._ready.wait(_SPILL_POLL_SECONDS if self._restorer.awaits_saves else _IDLE_SECONDS)
 
     def _root(self, tenant: str) -> bytes:
         root = self._roots.get(tenant)

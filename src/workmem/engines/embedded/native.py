@@ -23,6 +23,7 @@ _LOG = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_name("paged_attention.c")
 _FLAGS = ("-O3", "-march=native", "-ffast-math", "-fopenmp", "-fPIC", "-std=gnu11")
 SPLIT_TOKENS = 256
+RUN_QUERIES_MAX = 512
 _BUILD_SECONDS_MAX = 120
 _HUGE_BYTES = 2 << 20
 _MADV_HUGEPAGE = 14
@@ -53,6 +54,9 @@ class NativeKernel:
         self._attention = library.workmem_paged_attention
         self._attention.argtypes = [pointer] * 9 + [i64] * 4 + [i32] * 5 + [f32, i32]
         self._attention.restype = i32
+        self._run = library.workmem_paged_attention_run
+        self._run.argtypes = [pointer] * 4 + [i64] * 4 + [i32] * 5 + [f32, i32]
+        self._run.restype = i32
         self._rms_norm = library.workmem_rms_norm
         self._rms_norm.argtypes = [pointer] * 3 + [i64] * 2 + [f32]
         self._rms_norm.restype = None
@@ -94,6 +98,40 @@ class NativeKernel:
             )
         return out
 
+    def attend_run(
+        self,
+        query: torch.Tensor,
+        pages: np.ndarray,
+        *,
+        context: int,
+        k_offset: int,
+        v_offset: int,
+        block_tokens: int,
+        kv_heads: int,
+        is_bf16: bool,
+        scale: float,
+    ) -> torch.Tensor:
+        """Attention of a run of rows of one request at positions `context`, `context` + 1, ....
+
+        `query` fp32 [rows, q heads, dim], contiguous; the result is shaped alike. `pages` int64, the addresses
+        of the pages from token 0 on; the rows' own K and V are already in them.
+        """
+        rows, heads, dim = query.shape
+        floats = -(-(context + rows) // SPLIT_TOKENS) * rows * heads * (dim + 2)
+        if self._scratch.numel() < floats:
+            self._scratch = torch.empty(floats)
+        out = torch.empty_like(query)
+        status = self._run(
+            query.data_ptr(), out.data_ptr(), pages.ctypes.data, self._scratch.data_ptr(), rows, context,
+            k_offset, v_offset, block_tokens, kv_heads, heads // kv_heads, dim, int(is_bf16), scale,
+            torch.get_num_threads(),
+        )  # fmt: skip
+        if status != 0:
+            raise ValueError(
+                f"paged attention kernel does not support {rows} rows of {heads} heads, dim {dim}"
+            )
+        return out
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         """X / rms(x) * weight over the last dimension; fp32, contiguous."""
         out = torch.empty_like(x)
@@ -112,6 +150,11 @@ class NativeKernel:
             and block_tokens <= 64
             and SPLIT_TOKENS % block_tokens == 0
         )
+
+    @staticmethod
+    def run_rows_max(*, group: int, block_tokens: int) -> int:
+        """Most rows of `attend_run`; 0 where it cannot read such blocks."""
+        return RUN_QUERIES_MAX // group if block_tokens % 16 == 0 else 0
 
 
 def load_kernel(cache_dir: Path) -> NativeKernel | None:

@@ -8,6 +8,9 @@
  * is read from front to back and each byte once. The cut is fixed: a row's result depends on neither its
  * neighbours nor the number of threads. Splits are merged in order afterwards.
  *
+ * A run of rows of one request (the end of a prompt behind a hit) goes together: K is widened once, turned so that
+ * lanes are tokens, and scored against all of them.
+ *
  * Where new K and V are given (fp32 [rows][kv heads][dim], else null), they are first stored as each row's last
  * token: small torch operators cost more than the work they do here.
  */
@@ -21,6 +24,9 @@
 #define BLOCK_MAX 64
 #define LANES 8
 #define LINE_BYTES 64
+#define TILE_TOKENS 16
+#define TILE_QUERIES 6
+#define RUN_QUERIES_MAX 512 /* rows x group of a run */
 
 typedef float lanes __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef uint32_t lanes_u32 __attribute__((vector_size(LANES * 4)));
@@ -54,6 +60,31 @@ static inline void widen(const char *source, int is_bf16, int64_t count, float *
         lanes_u16 in = *(const lanes_u16 *)(source + 2 * at);
         lanes_u32 bits = __builtin_convertvector(in, lanes_u32) << 16;
         *(lanes *)(out + at) = (lanes)bits;
+    }
+}
+
+static inline lanes widen_lanes(const char *source, int is_bf16) {
+    if (!is_bf16) return *(const lanes *)source;
+    return (lanes)(__builtin_convertvector(*(const lanes_u16 *)source, lanes_u32) << 16);
+}
+
+/* Rows become columns: 8 tokens of 8 dims each, `step` bytes apart, into out[dim][TILE_TOKENS]. */
+static inline void turn(const char *source, int64_t step, int is_bf16, float *out) {
+    lanes a[LANES], b[LANES];
+    for (int t = 0; t < LANES; t++) a[t] = widen_lanes(source + t * step, is_bf16);
+    for (int t = 0; t < LANES; t += 2) {
+        b[t] = __builtin_shufflevector(a[t], a[t + 1], 0, 8, 2, 10, 4, 12, 6, 14);
+        b[t + 1] = __builtin_shufflevector(a[t], a[t + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+    }
+    for (int t = 0; t < LANES; t++) {
+        int low = t / 4 * 4 + t % 2, upper = t % 4 / 2;
+        a[t] = upper ? __builtin_shufflevector(b[low], b[low + 2], 2, 3, 10, 11, 6, 7, 14, 15)
+                     : __builtin_shufflevector(b[low], b[low + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+    }
+    for (int d = 0; d < LANES; d++) {
+        lanes column = d < 4 ? __builtin_shufflevector(a[d % 4], a[d % 4 + 4], 0, 1, 2, 3, 8, 9, 10, 11)
+                             : __builtin_shufflevector(a[d % 4], a[d % 4 + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+        *(lanes *)(out + d * TILE_TOKENS) = column;
     }
 }
 
@@ -173,6 +204,124 @@ static void attend_split(const float *q, const int64_t *pages, int64_t begin, in
     }
 }
 
+/* score[query][token] of up to TILE_QUERIES queries over a tile of keys [dim][TILE_TOKENS]; n is a constant where inlined. */
+static inline __attribute__((always_inline)) void score_tile(const float *const *q, const float *key, int dim, int n,
+                                                             float scale, float *score) {
+    lanes low[TILE_QUERIES], high[TILE_QUERIES];
+    for (int i = 0; i < n; i++) low[i] = high[i] = (lanes){0};
+    for (int d = 0; d < dim; d++) {
+        lanes a = *(const lanes *)(key + d * TILE_TOKENS), b = *(const lanes *)(key + d * TILE_TOKENS + LANES);
+        for (int i = 0; i < n; i++) {
+            low[i] += a * q[i][d];
+            high[i] += b * q[i][d];
+        }
+    }
+    for (int i = 0; i < n; i++) {
+        *(lanes *)(score + i * TILE_TOKENS) = low[i] * scale;
+        *(lanes *)(score + i * TILE_TOKENS + LANES) = high[i] * scale;
+    }
+}
+
+/* out[query] = out[query] * shrink[query] + weight[query] x value [count][dim] */
+static inline __attribute__((always_inline)) void value_tile(const float *weight, const float *value, int count, int dim,
+                                                             int n, const float *shrink, float *const *out) {
+    for (int d = 0; d < dim; d += 2 * LANES) {
+        int two = d + 2 * LANES <= dim;
+        lanes low[TILE_QUERIES], high[TILE_QUERIES];
+        for (int i = 0; i < n; i++) {
+            low[i] = *(lanes *)(out[i] + d) * shrink[i];
+            high[i] = two ? *(lanes *)(out[i] + d + LANES) * shrink[i] : (lanes){0};
+        }
+        for (int t = 0; t < count; t++) {
+            lanes a = *(const lanes *)(value + t * dim + d);
+            lanes b = two ? *(const lanes *)(value + t * dim + d + LANES) : a;
+            for (int i = 0; i < n; i++) {
+                low[i] += a * weight[i * TILE_TOKENS + t];
+                high[i] += b * weight[i * TILE_TOKENS + t];
+            }
+        }
+        for (int i = 0; i < n; i++) {
+            *(lanes *)(out[i] + d) = low[i];
+            if (two) *(lanes *)(out[i] + d + LANES) = high[i];
+        }
+    }
+}
+
+/* One kv head of a run of rows over tokens [begin, end): row j, at position context + j, sees what is before it
+ * and itself. Into out[row][head][dim + 2]. */
+static void attend_run(const float *q, const int64_t *pages, int64_t begin, int64_t end, int64_t context, int64_t rows,
+                       int kv, const shape *s, float *out) {
+    float score[TILE_QUERIES * TILE_TOKENS], shrink[TILE_QUERIES];
+    float key[DIM_MAX * TILE_TOKENS], value[DIM_MAX * TILE_TOKENS];
+    int heads = s->kv_heads * s->group, dim = s->dim, queries = (int)rows * s->group;
+    int64_t value_bytes = s->is_bf16 ? 2 : 4, token_bytes = s->kv_heads * dim * value_bytes, head = kv * dim * value_bytes;
+    for (int i = 0; i < queries; i++) {
+        float *slot = out + ((int64_t)(i / s->group) * heads + kv * s->group + i % s->group) * (dim + 2);
+        memset(slot, 0, (size_t)dim * sizeof(float));
+        slot[dim] = -3.0e38f;
+        slot[dim + 1] = 0.0f;
+    }
+    for (int64_t at = begin; at < end; at += TILE_TOKENS) {
+        const char *page = (const char *)(intptr_t)pages[at / s->block_tokens] + at % s->block_tokens * token_bytes + head;
+        int count = (int)(end - at < TILE_TOKENS ? end - at : TILE_TOKENS);
+        /* Tokens past `count` lie in the same page; whatever they hold is masked below. */
+        for (int t = 0; t < TILE_TOKENS; t += LANES)
+            for (int d = 0; d < dim; d += LANES)
+                turn(page + s->k_offset + t * token_bytes + d * value_bytes, token_bytes, s->is_bf16,
+                     key + d * TILE_TOKENS + t);
+        for (int t = 0; t < count; t++) widen(page + s->v_offset + t * token_bytes, s->is_bf16, dim, value + t * dim);
+        for (int first = 0; first < queries; first += TILE_QUERIES) {
+            const float *query[TILE_QUERIES];
+            float *to[TILE_QUERIES];
+            int n = queries - first < TILE_QUERIES ? queries - first : TILE_QUERIES;
+            for (int i = 0; i < TILE_QUERIES; i++) {
+                int j = first + (i < n ? i : n - 1);
+                int64_t place = (int64_t)(j / s->group) * heads + kv * s->group + j % s->group;
+                query[i] = q + place * dim;
+                to[i] = out + place * (dim + 2);
+            }
+            if (n == TILE_QUERIES) score_tile(query, key, dim, TILE_QUERIES, s->scale, score);
+            else for (int i = 0; i < n; i++) score_tile(query + i, key, dim, 1, s->scale, score + i * TILE_TOKENS);
+            for (int i = 0; i < n; i++) {
+                float *mine = score + i * TILE_TOKENS;
+                int64_t sees = context + (first + i) / s->group + 1 - at;
+                int seen = (int)(sees < count ? (sees < 0 ? 0 : sees) : count);
+                float top = to[i][dim], sum = 0.0f;
+                for (int t = 0; t < TILE_TOKENS; t++) mine[t] = t < seen ? mine[t] : -3.0e38f;
+                for (int t = 0; t < TILE_TOKENS; t++) top = mine[t] > top ? mine[t] : top;
+                for (int t = 0; t < TILE_TOKENS; t++) {
+                    mine[t] = t < seen ? exp_fast(mine[t] - top) : 0.0f;
+                    sum += mine[t];
+                }
+                shrink[i] = exp_fast(to[i][dim] - top);
+                to[i][dim] = top;
+                to[i][dim + 1] = to[i][dim + 1] * shrink[i] + sum;
+            }
+            if (n == TILE_QUERIES) value_tile(score, value, count, dim, TILE_QUERIES, shrink, to);
+            else for (int i = 0; i < n; i++) value_tile(score + i * TILE_TOKENS, value, count, dim, 1, shrink + i, to + i);
+        }
+    }
+}
+
+/* The union of `splits` parts, `slot` floats apart, for `count` queries of [dim + 2] floats each, into out[count][dim]. */
+static void merge_splits(const float *parts, int64_t splits, int64_t slot, int count, int dim, float *out) {
+    for (int i = 0; i < count; i++) {
+        float peak = -3.0e38f, total = 0.0f;
+        float *result = out + (int64_t)i * dim;
+        memset(result, 0, (size_t)dim * sizeof(float));
+        for (int64_t split = 0; split < splits; split++) {
+            const float *part = parts + split * slot + (int64_t)i * (dim + 2);
+            float top = part[dim] > peak ? part[dim] : peak;
+            float old = exp_fast(peak - top), new = exp_fast(part[dim] - top);
+            for (int d = 0; d < dim; d++) result[d] = result[d] * old + part[d] * new;
+            total = total * old + part[dim + 1] * new;
+            peak = top;
+        }
+        float inverse = 1.0f / total;
+        for (int d = 0; d < dim; d++) result[d] *= inverse;
+    }
+}
+
 /* fp32 -> bf16, to nearest, ties to even: what torch does. */
 static void store_row(const float *from, int is_bf16, int64_t count, char *to) {
     if (!is_bf16) {
@@ -233,21 +382,28 @@ int workmem_paged_attention(const float *q, const float *new_k, const float *new
     }
     for (int64_t row = 0; row < rows; row++) {
         int64_t last = row + 1 < rows ? first_split[row + 1] : splits_total;
-        for (int h = 0; h < heads; h++) {
-            float peak = -3.0e38f, total = 0.0f;
-            float *result = out + (row * heads + h) * dim;
-            memset(result, 0, (size_t)dim * sizeof(float));
-            for (int64_t split = first_split[row]; split < last; split++) {
-                const float *part = scratch + split * slot + (int64_t)h * (dim + 2);
-                float top = part[dim] > peak ? part[dim] : peak;
-                float old = exp_fast(peak - top), new = exp_fast(part[dim] - top);
-                for (int d = 0; d < dim; d++) result[d] = result[d] * old + part[d] * new;
-                total = total * old + part[dim + 1] * new;
-                peak = top;
-            }
-            float inverse = 1.0f / total;
-            for (int d = 0; d < dim; d++) result[d] *= inverse;
-        }
+        merge_splits(scratch + first_split[row] * slot, last - first_split[row], slot, heads, dim, out + row * heads * dim);
     }
+    return 0;
+}
+
+/* `rows` queries of one request at positions context, context + 1, ..., whose own K and V are already in their
+ * pages. `scratch` has splits * rows * q heads * (dim + 2) floats. Returns 0, or -1 as above. */
+int workmem_paged_attention_run(const float *q, float *out, const int64_t *pages, float *scratch, int64_t rows,
+                                int64_t context, int64_t k_offset, int64_t v_offset, int block_tokens,
+                                int kv_heads, int group, int dim, int is_bf16, float scale, int threads) {
+    shape s = {k_offset, v_offset, block_tokens, kv_heads, group, dim, is_bf16, scale};
+    int heads = kv_heads * group;
+    if (rows * group > RUN_QUERIES_MAX || dim > DIM_MAX || dim % LANES) return -1;
+    if (block_tokens > BLOCK_MAX || SPLIT_TOKENS % block_tokens || block_tokens % TILE_TOKENS) return -1;
+    int64_t total = context + rows, splits = (total + SPLIT_TOKENS - 1) / SPLIT_TOKENS;
+    int64_t slot = rows * heads * (dim + 2);
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
+    for (int64_t job = 0; job < splits * kv_heads; job++) {
+        int64_t begin = job / kv_heads * SPLIT_TOKENS;
+        int64_t end = begin + SPLIT_TOKENS < total ? begin + SPLIT_TOKENS : total;
+        attend_run(q, pages, begin, end, context, rows, (int)(job % kv_heads), &s, scratch + job / kv_heads * slot);
+    }
+    merge_splits(scratch, splits, slot, (int)rows * heads, dim, out);
     return 0;
 }

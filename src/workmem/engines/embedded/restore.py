@@ -43,6 +43,11 @@ class Restorer:
         self._monotonic = monotonic
         self._spill_waits: dict[str, float] = {}
 
+    @property
+    def awaits_saves(self) -> bool:
+        """Whether a request cannot go on before pages of its own are in dram."""
+        return bool(self._spill_waits)
+
     def fetch(self, seq: Sequence, vram_blocks: int) -> bool:
         """See `Fetcher.fetch`."""
         if seq.lease is not None:

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from workmem.engines.embedded.kv_pages import KVPages
     from workmem.engines.embedded.native import NativeKernel
 
+RUN_ROWS_MAX = 64
+"""Longest run of rows that reads its context in place; a longer one is faster over a gathered copy."""
+
 
 class Runner(Protocol):
     """Computes a step, inside `torch.inference_mode`. Implemented by `PackedRunner` and `tiles.TileRunner`."""
@@ -37,6 +40,11 @@ class PackedRunner:
             kv_heads=layout.kv_heads, group=group, dim=layout.head_dim, block_tokens=layout.block_tokens
         )
         self._kernel = kernel if usable else None
+        self._run_rows_max = (
+            min(RUN_ROWS_MAX, kernel.run_rows_max(group=group, block_tokens=layout.block_tokens))
+            if kernel is not None and usable
+            else 0
+        )
         self._device = device
 
     def run(self, work: list[Work]) -> torch.Tensor:
@@ -69,7 +77,7 @@ class PackedRunner:
             if item.is_decode and self._kernel is not None:
                 decoding.append(item)
             else:
-                pieces.append(Piece(len(tokens), item.count, self._context(seq, item.start)))
+                pieces.append(self._piece(item, len(tokens)))
             tokens += seq.tokens[item.start : end]
             positions += range(item.start, end)
             offset = len(seq.spilled)
@@ -85,6 +93,12 @@ class PackedRunner:
             gates=[item.seq.gate for item in work if item.seq.gate is not None],
         )
         return step, tokens, positions
+
+    def _piece(self, item: Work, row: int) -> Piece:
+        piece = Piece(row, item.count, self._context(item.seq, item.start))
+        if item.start and item.count <= self._run_rows_max:
+            piece.pages = np.concatenate([_spilled_addresses(item.seq), self._pages.address(item.seq.table)])
+        return piece
 
     def _context(self, seq: Sequence, tokens: int) -> Context:
         blocks = (

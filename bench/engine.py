@@ -2,10 +2,9 @@
 
     python bench/engine.py --quick --model MODEL --vllm-python VENV/bin/python
 
-Every unit is one system at one shape: `prefill` runs all prompts to their first token; `decode` runs on
-and counts the tokens between the moment the last prompt has its first token and the moment the first
-one ends. Rounds repeat all units, with the systems in reverse order every second time. Prefix caching is
-off everywhere.
+Every unit is one run of one system at one shape. Its prefill speed counts the prompts' tokens until the last
+prompt has its first token; its decode speed the tokens from that moment to the one when the first prompt ends.
+Rounds repeat all units, with the systems in reverse order every second time. Prefix caching is off everywhere.
 """
 
 from __future__ import annotations
@@ -44,30 +43,36 @@ class Mode(NamedTuple):
 
 
 QUICK = Mode("quick", (1024, 4096), (1, 4), 2, 480.0, 100.0)
-FULL = Mode("full", (1024, 4096), (1, 4, 16), 3, 3300.0, 300.0)
+FULL = Mode("full", (1024, 4096), (1, 4, 16), 3, 3300.0, 1500.0)
 SMOKE = Mode("smoke", (64, 128), (1, 2), 2, 120.0, 30.0)
 
 
 class Unit(NamedTuple):
-    """One measurement: what, how long the prompts are, how many at once."""
+    """One measurement: how long the prompts are, how many at once."""
 
-    kind: str
     prompt_tokens: int
     batch: int
 
     @property
     def max_tokens(self) -> int:
-        """Tokens each prompt generates."""
+        """Tokens each prompt generates: more where prompts get their first tokens one after the other."""
         pieces = -(-self.prompt_tokens * self.batch // PIECE_TOKENS)
-        return 1 if self.kind == "prefill" else DECODE_TOKENS + 1 + (pieces if self.batch > 1 else 0)
+        return DECODE_TOKENS + 1 + (pieces if self.batch > 1 else 0)
 
     def name(self, system: str, round_number: int) -> str:
         """Key in the journal."""
-        return f"{system}|{self.kind}|{self.prompt_tokens}|{self.batch}|{round_number}"
+        return f"{system}|{self.prompt_tokens}|{self.batch}|{round_number}"
 
 
-def rate(unit: Unit, events: list[tuple[float, int, int]]) -> float:
-    """Tokens per second of `unit`. Raises WorkerFailed where the events cannot tell."""
+class Speed(NamedTuple):
+    """Tokens per second of one run."""
+
+    prefill: float
+    decode: float
+
+
+def speed(unit: Unit, events: list[tuple[float, int, int]]) -> Speed:
+    """What the events of a run say. Raises WorkerFailed where they cannot tell."""
     firsts: dict[int, float] = {}
     lasts: dict[int, float] = {}
     for seconds, index, _ in events:
@@ -76,29 +81,28 @@ def rate(unit: Unit, events: list[tuple[float, int, int]]) -> float:
     if len(firsts) != unit.batch:
         raise WorkerFailed(f"{len(firsts)} of {unit.batch} prompts got a token")
     begin, end = max(firsts.values()), min(lasts.values())
-    if unit.kind == "prefill":
-        return unit.batch * unit.prompt_tokens / begin
     if end <= begin:
         raise WorkerFailed("the first prompt ended before the last one began to decode")
-    return sum(tokens for seconds, _, tokens in events if begin < seconds <= end) / (end - begin)
+    decoded = sum(tokens for seconds, _, tokens in events if begin < seconds <= end)
+    return Speed(unit.batch * unit.prompt_tokens / begin, decoded / (end - begin))
 
 
 class Pace:
     """What a system has shown so far; foretells what a unit will take."""
 
     def __init__(self) -> None:
-        self._slowest: dict[str, float] = {}
+        self._slowest: Speed | None = None
 
-    def learn(self, unit: Unit, tokens_per_s: float) -> None:
-        """Keep the slowest rate of each kind: longer prompts are never faster."""
-        self._slowest[unit.kind] = min(tokens_per_s, self._slowest.get(unit.kind, tokens_per_s))
+    def learn(self, shown: Speed) -> None:
+        """Keep the slowest rates: longer prompts are never faster."""
+        before = self._slowest or shown
+        self._slowest = Speed(min(shown.prefill, before.prefill), min(shown.decode, before.decode))
 
     def forecast_s(self, unit: Unit) -> float:
-        """Seconds, with room for the longer context; nothing is known before the warm-up."""
-        prefill = self._slowest["prefill"]
-        decode = self._slowest.get("decode", prefill / 20)
-        seconds = 1.2 * unit.batch * unit.prompt_tokens / prefill
-        return seconds + (unit.max_tokens - 1) / decode * (unit.batch**0.5 if unit.kind == "decode" else 1)
+        """Seconds, with room for the longer context. Only after the warm-up."""
+        assert self._slowest is not None
+        seconds = 1.2 * unit.batch * unit.prompt_tokens / self._slowest.prefill
+        return seconds + (unit.max_tokens - 1) / self._slowest.decode * unit.batch**0.5
 
 
 class Bench:
@@ -116,14 +120,11 @@ class Bench:
         self._paces: dict[str, Pace] = {}
         self.absent: dict[str, str] = {}
         self.versions: dict[str, dict[str, Any]] = {}
-        kinds = [
-            Unit(kind, n, b)
-            for n in mode.prompt_tokens
-            for b in mode.batches
-            for kind in ("prefill", "decode")
-        ]
         # Cheap ones first: should time run out, what is missing are the few long ones.
-        self._units = sorted(kinds, key=lambda unit: unit.prompt_tokens * unit.batch)
+        self._units = sorted(
+            (Unit(n, b) for n in mode.prompt_tokens for b in mode.batches),
+            key=lambda unit: unit.prompt_tokens * unit.batch,
+        )
         self._prompts = {
             unit: [texts.prompt(unit.prompt_tokens) for _ in range(unit.batch)] for unit in self._units
         }
@@ -167,16 +168,14 @@ class Bench:
         pace = self._paces[name] = Pace()
         for _ in range(2):
             events = worker.run([self._warm_up], 9, 120.0)
-            measured = {kind: Unit(kind, WARM_UP_TOKENS, 1) for kind in ("prefill", "decode")}
-        for unit in measured.values():
-            pace.learn(unit, rate(unit, events))
+        pace.learn(speed(Unit(WARM_UP_TOKENS, 1), events))
 
     def _measure(self, name: str, unit: Unit, round_number: int) -> None:
         key = unit.name(name, round_number)
         pace = self._paces[name]
         done = self._journal.done.get(key, {})
-        if "tokens_per_s" in done:
-            pace.learn(unit, done["tokens_per_s"])
+        if "prefill" in done:
+            pace.learn(Speed(done["prefill"], done["decode"]))
             return
         if done.get("skipped", "").startswith("would take"):
             return
@@ -196,7 +195,7 @@ class Bench:
         worker.resume()
         try:
             events = worker.run(self._prompts[unit], unit.max_tokens, 3 * self._mode.unit_s)
-            tokens_per_s = rate(unit, events)
+            shown = speed(unit, events)
         except WorkerFailed as error:
             self._journal.record(key, **fields, skipped=f"failed: {error}")
             self._console.log(f"{key} failed: {error}")
@@ -206,20 +205,21 @@ class Bench:
             self.absent[name] = f"ended in {key}: {error}"
             return
         worker.pause()
-        self._paces[name].learn(unit, tokens_per_s)
-        self._journal.record(key, **fields, tokens_per_s=tokens_per_s)
+        self._paces[name].learn(shown)
+        self._journal.record(key, **fields, **shown._asdict())
 
 
 def summarise(entries: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row per system and unit: median and spread over the rounds, or the reasons for none."""
+    """One row per kind of speed, shape and system: median and spread over the rounds, or the reasons for none."""
     grouped: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for entry in entries.values():
-        key = (entry["kind"], entry["prompt_tokens"], entry["batch"], entry["system"])
-        grouped.setdefault(key, []).append(entry)
+        for kind in Speed._fields:
+            key = (kind, entry["prompt_tokens"], entry["batch"], entry["system"])
+            grouped.setdefault(key, []).append(entry)
     rows = []
     for (kind, prompt_tokens, batch, system), found in sorted(grouped.items()):
         row = {"kind": kind, "prompt_tokens": prompt_tokens, "batch": batch, "system": system}
-        values = [entry["tokens_per_s"] for entry in found if "tokens_per_s" in entry]
+        values = [entry[kind] for entry in found if kind in entry]
         if values:
             row |= {"tokens_per_s": spread(values)}
         row |= {"skipped": sorted({entry["skipped"] for entry in found if "skipped" in entry})}
@@ -230,9 +230,10 @@ def summarise(entries: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 def ratios(entries: dict[str, dict[str, Any]], ours: str) -> list[dict[str, Any]]:
     """Ours over each other system, paired within the round and then summarised."""
     rates: dict[tuple[Any, ...], float] = {
-        (e["kind"], e["prompt_tokens"], e["batch"], e["round"], e["system"]): e["tokens_per_s"]
+        (kind, e["prompt_tokens"], e["batch"], e["round"], e["system"]): e[kind]
         for e in entries.values()
-        if "tokens_per_s" in e
+        for kind in Speed._fields
+        if kind in e
     }
     paired: dict[tuple[Any, ...], list[float]] = {}
     for (*shape, round_number, system), value in rates.items():

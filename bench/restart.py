@@ -362,7 +362,11 @@ def main() -> None:
     layout = layout_of(arguments.model)
     machine = environment()
     settings = [f"engine.model={arguments.model}", "engine.dtype=bf16", *arguments.settings]
-    config = {"mode": mode._asdict(), "seed": arguments.seed, "settings": ["engine.dtype=bf16", *arguments.settings]}
+    config = {
+        "mode": mode._asdict(),
+        "seed": arguments.seed,
+        "settings": ["engine.dtype=bf16", *arguments.settings],
+    }
     config["model"] = arguments.model.name
     journal = Journal(out.with_suffix(".partial.jsonl"), config | {"commit": machine["commit"]})
     folder = (arguments.folder or Path(tempfile.gettempdir())) / f"workmem-bench-{out.stem}"

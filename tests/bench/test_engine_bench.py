@@ -14,20 +14,19 @@ import engine
 
 
 def entry(system: str, round_number: int, **fields):
-    unit = {"kind": "prefill", "prompt_tokens": 64, "batch": 1}
-    return {"system": system, "round": round_number, **unit, **fields}
+    return {"system": system, "round": round_number, "prompt_tokens": 64, "batch": 1, **fields}
 
 
 def test_prefill_counts_all_prompts_until_the_last_first_token():
-    unit = engine.Unit("prefill", 100, 2)
-    assert engine.rate(unit, [(1.0, 0, 1), (4.0, 1, 1)]) == 50.0
+    unit = engine.Unit(100, 2)
+    assert engine.speed(unit, [(1.0, 0, 1), (4.0, 1, 1), (5.0, 0, 1), (5.0, 1, 1)]).prefill == 50.0
 
 
 def test_decode_counts_only_between_the_last_start_and_the_first_end():
-    unit = engine.Unit("decode", 100, 2)
+    unit = engine.Unit(100, 2)
     events = [(1.0, 0, 1), (2.0, 0, 1), (3.0, 1, 1), (4.0, 0, 1), (4.0, 1, 1), (5.0, 0, 1), (9.0, 1, 1)]
     # Between second 3 and second 5: two tokens at 4, one at 5.
-    assert engine.rate(unit, events) == 1.5
+    assert engine.speed(unit, events).decode == 1.5
 
 
 @pytest.mark.parametrize(
@@ -36,32 +35,33 @@ def test_decode_counts_only_between_the_last_start_and_the_first_end():
 )
 def test_events_that_cannot_tell_are_refused(events, message: str):
     with pytest.raises(WorkerFailed, match=message):
-        engine.rate(engine.Unit("decode", 100, 2), events)
+        engine.speed(engine.Unit(100, 2), events)
 
 
 def test_decode_runs_long_enough_for_prompts_that_finish_one_after_the_other():
-    assert engine.Unit("prefill", 4096, 16).max_tokens == 1
-    assert engine.Unit("decode", 4096, 1).max_tokens == engine.DECODE_TOKENS + 1
-    assert engine.Unit("decode", 4096, 16).max_tokens > 4096 * 16 // engine.PIECE_TOKENS
+    assert engine.Unit(4096, 1).max_tokens == engine.DECODE_TOKENS + 1
+    assert engine.Unit(4096, 16).max_tokens > 4096 * 16 // engine.PIECE_TOKENS
 
 
 def test_ratios_pair_within_a_round():
     entries = [
-        entry(engine.OURS, 0, tokens_per_s=100.0),
-        entry("peer", 0, tokens_per_s=50.0),
-        entry(engine.OURS, 1, tokens_per_s=30.0),
-        entry("peer", 1, tokens_per_s=10.0),
-        entry("peer", 2, tokens_per_s=1.0),
+        entry(engine.OURS, 0, prefill=100.0, decode=1.0),
+        entry("peer", 0, prefill=50.0, decode=2.0),
+        entry(engine.OURS, 1, prefill=30.0, decode=1.0),
+        entry("peer", 1, prefill=10.0, decode=2.0),
+        entry("peer", 2, prefill=1.0, decode=9.0),
     ]
-    (ratio,) = engine.ratios(dict(enumerate(entries)), engine.OURS)
-    assert ratio["against"] == "peer"
+    decode, ratio = engine.ratios(dict(enumerate(entries)), engine.OURS)
+    assert ratio["against"] == decode["against"] == "peer"
+    assert decode["ratio"]["median"] == 0.5
     assert ratio["ratio"] == {"median": 2.5, "min": 2.0, "max": 3.0, "n": 2}
 
 
 def test_a_skipped_unit_is_a_row_with_its_reason():
-    (row,) = engine.summarise({"u": entry("peer", 0, skipped="would take about 99 s")})
-    assert row["skipped"] == ["would take about 99 s"]
-    assert "tokens_per_s" not in row
+    rows = engine.summarise({"u": entry("peer", 0, skipped="would take about 99 s")})
+    assert [row["kind"] for row in rows] == ["decode", "prefill"]
+    assert all(row["skipped"] == ["would take about 99 s"] for row in rows)
+    assert not any("tokens_per_s" in row for row in rows)
 
 
 def test_every_second_round_goes_backwards():
@@ -71,11 +71,11 @@ def test_every_second_round_goes_backwards():
 
 def test_a_journal_resumes_the_same_configuration_only(tmp_path: Path):
     path = tmp_path / "run.partial.jsonl"
-    Journal(path, {"seed": 1}).record("a", tokens_per_s=2.0)
+    Journal(path, {"seed": 1}).record("a", prefill=2.0)
     with path.open("a") as file:
         file.write('{"unit": "half wri')
     resumed = Journal(path, {"seed": 1})
-    assert resumed.done["a"]["tokens_per_s"] == 2.0
+    assert resumed.done["a"]["prefill"] == 2.0
     assert list(resumed.done) == ["a"]
     assert Journal(path, {"seed": 2}).done == {}
 

@@ -63,7 +63,11 @@ class BlockDevice(Protocol):
         ...
 
     def unlink(self, path: Path) -> None:
-        """Remove a file."""
+        """Remove a file. Durable only after `sync_folder`; until then it may be there again."""
+        ...
+
+    def sync_folder(self, path: Path) -> None:
+        """Make names created or removed in a folder durable."""
         ...
 
 
@@ -137,6 +141,10 @@ class HostDevice:
     def unlink(self, path: Path) -> None:
         """See `BlockDevice.unlink`."""
         path.unlink(missing_ok=True)
+
+    def sync_folder(self, path: Path) -> None:
+        """See `BlockDevice.sync_folder`."""
+        sync_folder(path)
 
 
 def sync_folder(path: Path) -> None:

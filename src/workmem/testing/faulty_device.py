@@ -118,6 +118,11 @@ class FaultyDevice:
         self.plan.step(failing=0)
         self._inner.unlink(path)
 
+    def sync_folder(self, path: Path) -> None:
+        """See `BlockDevice.sync_folder`."""
+        self.plan.step(failing=self.plan.writes_fail)
+        self._inner.sync_folder(path)
+
 
 def _first(buffers: list[memoryview], count: int) -> list[memoryview]:
     head: list[memoryview] = []

@@ -33,7 +33,7 @@ class StoreFolder:
         self.path = Path(path).expanduser()
         self.segments = self.path / "segments"
         try:
-            self.segments.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _make_durably(self.segments)
             self._lock_fd = os.open(self.path / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(
@@ -107,3 +107,12 @@ class StoreFolder:
         fresh.replace(file)
         sync_folder(self.path)
         return store_id
+
+
+def _make_durably(path: Path) -> None:
+    """Make a folder and those above it. Each name is durable before anything is put below it."""
+    if path.is_dir():
+        return
+    _make_durably(path.parent)
+    path.mkdir(exist_ok=True, mode=0o700)
+    sync_folder(path.parent)

@@ -164,7 +164,10 @@ class Journal:
         self.record_count += len(entries)
 
     def rewrite(self, entries: Sequence[Entry]) -> None:
-        """Replace the file by one that holds `entries` only."""
+        """Replace the file by one that holds `entries` only. On OSError the journal `is_broken`."""
+        # Until this has worked: the strikes that `entries` leave out are nowhere else, and a rename that
+        # failed half-way may have put a file in place that `_file` is not.
+        self.is_broken = True
         fresh = self._path.with_suffix(".new")
         self._device.unlink(fresh)
         old = self._file

@@ -20,7 +20,7 @@ from workmem.core.events import BoundReached, EventSink
 from workmem.core.keys import BlockKey
 from workmem.core.layout import Namespace
 from workmem.core.outcomes import MissReason
-from workmem.store.device import Access, BlockDevice, DeviceFile, sync_folder
+from workmem.store.device import Access, BlockDevice, DeviceFile
 from workmem.store.pool import Pool
 from workmem.store.records import Record, Space
 from workmem.store.ssd_index import SsdIndex, WriteJob, namespace_entry, page_extent_bytes, put_entry
@@ -314,7 +314,7 @@ class SsdTier:
                 page[:] = segment_header(number, self._folder.store_id)
                 with memoryview(page) as view:
                     file.writev([view], 0)
-            sync_folder(self._folder.segments)
+            self._device.sync_folder(self._folder.segments)
         except OSError:
             file.close()
             self._device.unlink(path)

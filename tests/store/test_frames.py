@@ -24,7 +24,7 @@ LEGAL = {
 @pytest.mark.parametrize("source", list(FrameState))
 @pytest.mark.parametrize("target", list(FrameState))
 def test_only_the_drawn_steps_exist(source, target):
-    table: FrameTable[str] = FrameTable(2**20)
+    table: FrameTable = FrameTable(2**20)
     frame = table.reserve(4096)
     assert frame is not None
     table.ledger[frame.state] -= 4096
@@ -40,7 +40,7 @@ def test_only_the_drawn_steps_exist(source, target):
 
 @pytest.mark.parametrize("target", [FrameState.EVICTING, FrameState.FREE])
 def test_pinned_frame_is_not_taken(target):
-    table: FrameTable[str] = FrameTable(2**20)
+    table: FrameTable = FrameTable(2**20)
     frame = table.reserve(4096)
     assert frame is not None
     if target is FrameState.EVICTING:
@@ -52,7 +52,7 @@ def test_pinned_frame_is_not_taken(target):
 
 
 def test_ledger_is_exact_and_empty_slabs_serve_other_sizes():
-    table: FrameTable[str] = FrameTable(2**20)
+    table: FrameTable = FrameTable(2**20)
     held = []
     while (frame := table.reserve(4096)) is not None:
         held.append(frame)
@@ -72,7 +72,7 @@ def test_ledger_is_exact_and_empty_slabs_serve_other_sizes():
 
 
 def test_generation_grows_with_every_use():
-    table: FrameTable[str] = FrameTable(2**20)
+    table: FrameTable = FrameTable(2**20)
     keep = table.reserve(4096)
     assert keep is not None
     frame = table.reserve(4096)
@@ -84,7 +84,7 @@ def test_generation_grows_with_every_use():
 
 
 def test_wrong_ledger_is_noticed():
-    table: FrameTable[str] = FrameTable(2**20)
+    table: FrameTable = FrameTable(2**20)
     table.reserve(4096)
     table.ledger[FrameState.RESIDENT] += 1
     with pytest.raises(InvariantError, match="ledger"):

@@ -32,7 +32,7 @@ WIDE = type(SMALL)(dtype="fp32", layers=4, kv_heads=4, head_dim=32, block_tokens
 LENGTH = 5
 SPACES = (namespace("small", SMALL), namespace("wide", WIDE))
 CHAINS = tuple(Chain(space, LENGTH, seed=seed) for space in SPACES for seed in range(5))
-DRAM_BYTES = 192 * 1024
+DRAM_BYTES = 288 * 1024
 SSD_BYTES = 640 * 1024
 
 
@@ -116,11 +116,12 @@ class StoreMachine(RuleBasedStateMachine):
             assert self.store.lookup(chain.root, chain.keys).blocks >= blocks
 
     def on_ssd(self, chain: Chain) -> int:
-        records = self.store._pool.space(chain.root).records
+        rows = self.store._pool.space(chain.root).rows
+        segment = self.store._pool.state.catalog.segment
         count = 0
         for key in chain.keys:
-            record = records.get(key)
-            if record is None or record.extent is None:
+            row = rows.get(key)
+            if row is None or not segment[row]:
                 break
             count += 1
         return count
@@ -144,8 +145,8 @@ class StoreMachine(RuleBasedStateMachine):
         resident = sum(
             space.frame_bytes
             for space in self.store._pool.state.spaces.values()
-            for record in space.records.values()
-            if record.frame is not None
+            for row in space.rows.values()
+            if self.store._pool.state.catalog.frame[row] is not None
         )
         assert gauges["store_dram_used_bytes"] == resident
         self.store.close()

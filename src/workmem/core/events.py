@@ -53,6 +53,13 @@ class BlockQuarantined(Event, frozen=True, kw_only=True):
     reason: MissReason
 
 
+class NamespacePurged(Event, frozen=True, kw_only=True):
+    """A tenant's or an epoch's blocks left service for good (rule R9). `root` is cut to 16 digits."""
+
+    root: str
+    blocks: int
+
+
 class BoundReached(Event, frozen=True, kw_only=True):
     """A queue, pool, lease table or other bound was hit (rule R10). `name` is stable, dotted."""
 

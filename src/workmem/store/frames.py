@@ -10,7 +10,6 @@ No lock here: only the pool calls this, under its own (R1).
 from __future__ import annotations
 
 from enum import Enum
-from typing import Generic, TypeVar
 
 from workmem.core.errors import InvariantError
 from workmem.store.arena import ALIGNMENT_BYTES
@@ -19,7 +18,7 @@ SLAB_BYTES_MAX = 16 * 2**20
 _SLABS_MIN = 32
 """A small arena is cut finer, so that one layout cannot take it in a few slabs."""
 
-T = TypeVar("T")
+NO_OWNER = -1
 
 
 class FrameState(Enum):
@@ -43,22 +42,23 @@ _NEXT: dict[FrameState, frozenset[FrameState]] = {
 }
 
 
-class Frame(Generic[T]):
+class Frame:
     """A place for one page. `pins` counts holds (R3); `generation` grows each time it gives its page up."""
 
     __slots__ = ("generation", "offset", "owner", "pins", "size", "slab", "state")
 
-    def __init__(self, slab: Slab[T], offset: int, size: int) -> None:
+    def __init__(self, slab: Slab, offset: int, size: int) -> None:
         self.slab = slab
         self.offset = offset
         self.size = size
         self.state = FrameState.FREE
         self.pins = 0
         self.generation = 0
-        self.owner: T | None = None
+        self.owner = NO_OWNER
+        """Row of the block whose page it holds."""
 
 
-class Slab(Generic[T]):
+class Slab:
     """A run of arena slabs that serves frames of one size."""
 
     __slots__ = ("first", "frames", "free", "is_closing", "span")
@@ -67,7 +67,7 @@ class Slab(Generic[T]):
         self.first = first
         self.span = span
         count = span * slab_bytes // frame_bytes
-        self.frames: list[Frame[T]] = [
+        self.frames: list[Frame] = [
             Frame(self, first * slab_bytes + index * frame_bytes, frame_bytes) for index in range(count)
         ]
         # Popped from the end: low addresses first, so that neighbours in a prefix are neighbours in memory.
@@ -81,16 +81,16 @@ class Slab(Generic[T]):
         return len(self.frames) - len(self.free)
 
 
-class FrameTable(Generic[T]):
+class FrameTable:
     """All frames of an arena. `reserve` takes one, `free` gives it back, `move` checks every step."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.slab_bytes = _slab_bytes(capacity_bytes)
         self.slab_count = capacity_bytes // self.slab_bytes
         self.capacity_bytes = capacity_bytes
-        self._map: list[Slab[T] | None] = [None] * self.slab_count
+        self._map: list[Slab | None] = [None] * self.slab_count
         """Who has each slab of the arena."""
-        self._slabs: dict[int, dict[int, Slab[T]]] = {}
+        self._slabs: dict[int, dict[int, Slab]] = {}
         self.ledger: dict[FrameState, int] = dict.fromkeys(FrameState, 0)
         self.ledger[FrameState.FREE] = capacity_bytes
         self.reached_bytes = 0
@@ -108,7 +108,7 @@ class FrameTable(Generic[T]):
         span = self._span(frame_bytes)
         return self.slab_count // span * (span * self.slab_bytes // frame_bytes) * frame_bytes
 
-    def reserve(self, frame_bytes: int) -> Frame[T] | None:
+    def reserve(self, frame_bytes: int) -> Frame | None:
         """FREE -> RESERVED, or None when neither a frame of this size nor a vacant slab is left."""
         slab = self._slab_with_room(frame_bytes)
         if slab is None:
@@ -118,7 +118,7 @@ class FrameTable(Generic[T]):
         self.move(frame, FrameState.RESERVED)
         return frame
 
-    def move(self, frame: Frame[T], state: FrameState) -> None:
+    def move(self, frame: Frame, state: FrameState) -> None:
         """Change state and ledger together. Raises InvariantError on a step the machine lacks."""
         if state not in _NEXT[frame.state]:
             raise InvariantError(
@@ -130,11 +130,11 @@ class FrameTable(Generic[T]):
         self.ledger[state] += frame.size
         frame.state = state
 
-    def free(self, frame: Frame[T]) -> None:
+    def free(self, frame: Frame) -> None:
         """Give a frame back through the one path there is (R5); an empty slab goes back with it."""
         self.move(frame, FrameState.FREE)
         frame.generation += 1
-        frame.owner = None
+        frame.owner = NO_OWNER
         self.in_use -= 1
         slab = frame.slab
         slab.free.append(frame)
@@ -143,7 +143,7 @@ class FrameTable(Generic[T]):
             for index in range(slab.first, slab.first + slab.span):
                 self._map[index] = None
 
-    def cheapest_window(self, frame_bytes: int) -> list[Slab[T]] | None:
+    def cheapest_window(self, frame_bytes: int) -> list[Slab] | None:
         """The slabs to empty so that a frame of this size fits, those with the fewest bytes to move.
 
         Only slabs whose pages can all move: unheld, resident, and with free frames of their size
@@ -153,7 +153,7 @@ class FrameTable(Generic[T]):
         loose = sum(len(slab.free) * size for size, slabs in self._slabs.items() for slab in slabs.values())
         if loose < span * self.slab_bytes:
             return None
-        best: list[Slab[T]] | None = None
+        best: list[Slab] | None = None
         best_bytes = self.capacity_bytes + 1
         for first in range(self.slab_count - span + 1):
             window = list(
@@ -180,7 +180,7 @@ class FrameTable(Generic[T]):
                 f"ledger {self.ledger} with {self.in_use} frames, counted {count} with {in_use}"
             )
 
-    def _can_empty(self, window: list[Slab[T]], frame_bytes: int) -> bool:
+    def _can_empty(self, window: list[Slab], frame_bytes: int) -> bool:
         need: dict[int, int] = {}
         for slab in window:
             size = slab.frames[0].size
@@ -202,7 +202,7 @@ class FrameTable(Generic[T]):
     def _span(self, frame_bytes: int) -> int:
         return -(-frame_bytes // self.slab_bytes)
 
-    def _slab_with_room(self, frame_bytes: int) -> Slab[T] | None:
+    def _slab_with_room(self, frame_bytes: int) -> Slab | None:
         slabs = self._slabs.setdefault(frame_bytes, {})
         # The newest slab is the likely one to have room; older ones fill up behind it.
         for slab in reversed(slabs.values()):
@@ -211,7 +211,7 @@ class FrameTable(Generic[T]):
         first = self._vacant_run(self._span(frame_bytes))
         if first is None:
             return None
-        slab = Slab[T](first, self._span(frame_bytes), self.slab_bytes, frame_bytes)
+        slab = Slab(first, self._span(frame_bytes), self.slab_bytes, frame_bytes)
         for index in range(first, first + slab.span):
             self._map[index] = slab
         self.reached_bytes = max(self.reached_bytes, (first + slab.span) * self.slab_bytes)

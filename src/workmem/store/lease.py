@@ -10,9 +10,10 @@ from workmem.core.keys import BlockKey
 from workmem.core.layout import KVLayout
 from workmem.core.outcomes import MissReason
 from workmem.store.frames import Frame
-from workmem.store.records import Record
+from workmem.store.tiers.page_header import slice_sums_of, tokens_of
 
 if TYPE_CHECKING:
+    from workmem.store.catalog import Space
     from workmem.store.leases import LeaseTable
 
 
@@ -20,21 +21,22 @@ class PageLease:
     """See `store.contract.Lease`. Made by `LeaseTable.lease`; its fields are the table's, under its lock."""
 
     def __init__(
-        self, table: LeaseTable, layout: KVLayout, keys: tuple[BlockKey, ...], owner: str, deadline: float
+        self, table: LeaseTable, space: Space, keys: tuple[BlockKey, ...], owner: str, deadline: float
     ) -> None:
         self._table = table
-        self._layout = layout
+        self._layout = space.layout
+        self._header_bytes = space.header_bytes
         self._keys = keys
         self.owner = owner
         self.deadline = deadline
         """On the store's monotonic clock, in seconds."""
         self.ready = 0
         self.failed: MissReason | None = None
-        self.records: list[Record] = []
-        self.frames: list[Frame[Record] | None] = []
-        self.generations: list[int] = []
-        self.checks: list[tuple[int, ...] | None] = []
-        """Checksums of each page; None until it is in dram."""
+        self.rows: list[int] = []
+        """Of the blocks whose page is held or awaited; pins keep a frame's row from being given out again."""
+        self.frames: list[Frame | None] = []
+        self.missing: set[int] = set()
+        """Indices of pages that are still on their way."""
         self.lost: dict[int, MissReason] = {}
         self.callbacks: list[Callable[[], None]] = []
         self.ended = ""
@@ -64,32 +66,29 @@ class PageLease:
     def page(self, index: int) -> memoryview:
         """See `Lease.page`. Copies nothing."""
         frame = self._frame(index)
-        return self._table.readable(frame.offset, self._layout.page_bytes)
+        return self._table.readable(frame.offset + self._header_bytes, self._layout.page_bytes)
 
     def page_address(self, index: int) -> int:
         """Address of page `index` in this process, for native readers. Valid while the lease holds."""
-        return self._table.address(self._frame(index).offset)
+        return self._table.address(self._frame(index).offset + self._header_bytes)
 
     def checksums(self, index: int) -> tuple[int, ...]:
-        """See `Lease.checksums`."""
-        self._frame(index)
-        checks = self.checks[index]
-        assert checks is not None
-        return checks
+        """See `Lease.checksums`. As the page's header states them."""
+        with self._header(index) as header:
+            return slice_sums_of(header, self._layout)
 
     def generation(self, index: int) -> int:
         """Generation of the frame under page `index`: it grows when the frame gets another page (R3)."""
-        self._frame(index)
-        return self.generations[index]
+        return self._frame(index).generation
 
     def tokens(self, index: int) -> tuple[int, ...]:
         """Token ids of block `index` as its header states them."""
-        self._frame(index)
-        return self.records[index].tokens or ()
+        with self._header(index) as header:
+            return tokens_of(header, self._layout)
 
     def quarantine(self, index: int) -> None:
         """See `Lease.quarantine`."""
-        self._table.quarantine(self.records[index], MissReason.CORRUPT, only_frame=self._frame(index))
+        self._table.quarantine(self._frame(index), MissReason.CORRUPT)
 
     def renew(self, ttl_s: float) -> None:
         """Move the deadline to `ttl_s` seconds from now. Raises LeaseError when it has passed."""
@@ -102,7 +101,10 @@ class PageLease:
         self.released = True
         self._table.release(self)
 
-    def _frame(self, index: int) -> Frame[Record]:
+    def _header(self, index: int) -> memoryview:
+        return self._table.readable(self._frame(index).offset, self._header_bytes)
+
+    def _frame(self, index: int) -> Frame:
         if self.ended or self.released:
             raise LeaseError(
                 f"lease of {self.owner!r} is {self.ended or 'released'}: page {index} is out of reach"

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from workmem.core.clock import Clock
 from workmem.core.errors import CapacityError, LeaseError
 from workmem.core.events import BoundReached
 from workmem.core.keys import BlockKey
 from workmem.core.outcomes import MissReason, TierName
+from workmem.store.catalog import NO_SEGMENT, Promotion, Space
 from workmem.store.frames import Frame, FrameState
 from workmem.store.lease import PageLease
-from workmem.store.records import Promotion, Record, Space
 from workmem.store.residents import Residents
+
+if TYPE_CHECKING:
+    from workmem.store.tiers.segments import Extent
 
 
 class LeaseTable:
@@ -29,6 +33,8 @@ class LeaseTable:
         self._lease_count = 0
         self._active_count = 0
         state.reclaim = self._expire
+        self.extent_of: Callable[[int], Extent] | None = None
+        """Where on ssd a row's page lies; set by the ssd index."""
 
     def readable(self, offset: int, size: int) -> memoryview:
         """Bytes of the arena, for a lease that has checked its hold."""
@@ -42,25 +48,16 @@ class LeaseTable:
         self, space: Space, keys: Sequence[BlockKey], owner: str, ttl_s: float
     ) -> tuple[PageLease, list[Promotion]]:
         """Pin what is in dram, reserve frames for what is on ssd; the new promotions are to be read."""
-        lease = PageLease(self, space.layout, tuple(keys), owner, self._clock.monotonic() + ttl_s)
-        with self._state.outbox:
+        lease = PageLease(self, space, tuple(keys), owner, self._clock.monotonic() + ttl_s)
+        state = self._state
+        with state.outbox:
             self._expire()
-            prefix = self._prefix(space, lease)
             # What is here is pinned first, so that making room for the rest cannot evict it.
-            waiting: list[int] = []
-            for index, record in enumerate(prefix):
-                frame = record.frame
-                if frame is None:
-                    waiting.append(index)
-                    continue
-                frame.pins += 1
-                lease.frames[index] = frame
-                lease.checks[index] = record.checksums
-                lease.generations[index] = frame.generation
-            started = self._start_promotions(lease, waiting)
-            self._state.order.touch([node for record in prefix if (node := record.dram_node) is not None])
-            if self._state.touch_ssd is not None:
-                self._state.touch_ssd([node for record in prefix if (node := record.ssd_node) is not None])
+            awaited = self._pin_prefix(space, lease)
+            started = self._start_promotions(lease, awaited) if awaited else []
+            state.order.touch(lease.rows)
+            if state.touch_ssd is not None:
+                state.touch_ssd(lease.rows)
             self._advance(lease)
             self._lease_count += 1
             self._active_count += 1
@@ -104,108 +101,120 @@ class LeaseTable:
                 self._end(lease, "closed")
             self._deadlines.clear()
 
-    def promoted(self, promotion: Promotion, tokens: tuple[int, ...], checksums: tuple[int, ...]) -> bool:
+    def promoted(self, promotion: Promotion) -> bool:
         """The page is in its frame and verified: make it visible and tell who waits. False if nobody has use for it."""
-        record, frame = promotion.record, promotion.frame
-        with self._state.outbox:
-            if record.space.records.get(record.key) is not record:
+        row, frame, state = promotion.row, promotion.frame, self._state
+        with state.outbox:
+            if state.catalog.promotion.get(row) is not promotion:
                 self._lose(promotion, MissReason.CORRUPT)
                 return False
-            record.promotion = None
-            self._state.admit(record, frame, tokens, checksums)
-            if record.dram_node is not None and promotion.waiters:
+            del state.catalog.promotion[row]
+            state.admit(row, frame)
+            if promotion.waiters:
                 # It was asked for again: that is what the reused segment is for.
-                self._state.order.touch([record.dram_node])
-            self._state.counts["promoted"] += 1
-            self._state.counts["promoted_bytes"] += record.space.layout.page_bytes
-            self._state.unpin([frame])
+                state.order.touch([row])
+            state.counts["promoted"] += 1
+            state.counts["promoted_bytes"] += promotion.space.layout.page_bytes
+            state.unpin([frame])
             for lease, index in promotion.waiters:
                 if not lease.ended:
-                    lease.checks[index] = checksums
+                    lease.missing.discard(index)
                     self._advance(lease)
-            self._state.outbox.changed.notify_all()
+            state.outbox.changed.notify_all()
             return True
 
     def promotion_failed(self, promotion: Promotion, reason: MissReason) -> None:
         """The page did not arrive or is not what was written: its ssd copy leaves service (R6)."""
-        record = promotion.record
         with self._state.outbox:
-            if record.space.records.get(record.key) is record:
-                self._state.quarantine(record, TierName.SSD, reason)
+            if self._state.catalog.promotion.get(promotion.row) is promotion:
+                self._state.quarantine(promotion.row, TierName.SSD, reason)
             self._lose(promotion, reason)
 
-    def quarantine(self, record: Record, reason: MissReason, *, only_frame: Frame[Record]) -> None:
-        """The page in `only_frame` is corrupt: every copy of the block leaves service."""
+    def quarantine(self, frame: Frame, reason: MissReason) -> None:
+        """The page in `frame`, which the caller holds, is corrupt: every copy of the block leaves service."""
         with self._state.outbox:
-            if record.space.records.get(record.key) is record and record.frame is only_frame:
-                self._state.quarantine(record, TierName.DRAM, reason)
+            if frame.state is FrameState.RESIDENT:
+                self._state.quarantine(frame.owner, TierName.DRAM, reason)
 
-    def _prefix(self, space: Space, lease: PageLease) -> list[Record]:
-        prefix: list[Record] = []
-        for key in lease.keys:
-            record = space.records.get(key)
-            if record is None or (
-                record.frame is None and (record.extent is None or not self._state.reads_ssd)
-            ):
-                lease.lost[len(prefix)] = self._state.why_missed(space, key)
-                break
-            prefix.append(record)
-        lease.records = prefix
-        lease.frames = [None] * len(prefix)
-        lease.checks = [None] * len(prefix)
-        lease.generations = [0] * len(prefix)
-        return prefix
+    def _pin_prefix(self, space: Space, lease: PageLease) -> list[int]:
+        """Pin what of the prefix is in dram; returns the indices of what is on ssd."""
+        catalog, reads_ssd = self._state.catalog, self._state.reads_ssd
+        rows = list(map(space.rows.get, lease.keys))
+        if None in rows:
+            del rows[rows.index(None) :]
+        held = [catalog.frame[row] for row in rows]
+        awaited: list[int] = []
+        if None in held:
+            for index, frame in enumerate(held):
+                if frame is None:
+                    if not reads_ssd or catalog.segment[rows[index]] == NO_SEGMENT:
+                        del rows[index:], held[index:]
+                        break
+                    awaited.append(index)
+        for frame in held:
+            if frame is not None:
+                frame.pins += 1
+        lease.rows, lease.frames = rows, held
+        if len(rows) < len(lease.keys):
+            lease.lost[len(rows)] = self._state.why_missed(space, lease.keys[len(rows)])
+        return awaited
 
-    def _start_promotions(self, lease: PageLease, waiting: list[int]) -> list[Promotion]:
+    def _start_promotions(self, lease: PageLease, awaited: list[int]) -> list[Promotion]:
+        state, catalog = self._state, self._state.catalog
         started: list[Promotion] = []
-        for index in waiting:
-            record = lease.records[index]
-            promotion = record.promotion
+        for index in awaited:
+            row = lease.rows[index]
+            space = catalog.space[row]
+            promotion = catalog.promotion.get(row)
             if promotion is None:
-                frame = self._state.reserve(record.space.frame_bytes) or self._state.reserve_unwritten(
-                    record.space.frame_bytes
-                )
+                frame = state.reserve(space.frame_bytes) or state.reserve_unwritten(space.frame_bytes)
                 if frame is None:
                     self._undo_lease(lease, started)
                     raise self._no_room(lease)
-                self._state.frames.move(frame, FrameState.FILLING)
+                state.start_filling(frame, space)
                 frame.pins = 1
-                assert record.extent is not None
-                record.extent.segment.readers += 1
-                promotion = record.promotion = Promotion(record, frame, record.extent)
+                assert self.extent_of is not None
+                extent = self.extent_of(row)
+                extent.segment.readers += 1
+                promotion = catalog.promotion[row] = Promotion(catalog, row, frame, extent)
                 started.append(promotion)
             promotion.frame.pins += 1
             promotion.waiters.append((lease, index))
             lease.frames[index] = promotion.frame
-            lease.generations[index] = promotion.frame.generation
+            lease.missing.add(index)
         return started
 
     def _undo_lease(self, lease: PageLease, started: list[Promotion]) -> None:
         for promotion in started:
-            promotion.record.promotion = None
+            del self._state.catalog.promotion[promotion.row]
             promotion.extent.segment.readers -= 1
             promotion.frame.pins = 0
             self._state.frames.free(promotion.frame)
+            self._state.settle_late(promotion.row)
         mine = {id(promotion.frame) for promotion in started}
         self._state.unpin([frame for frame in lease.frames if frame is None or id(frame) not in mine])
         lease.ended = "refused"
 
     def _no_room(self, lease: PageLease) -> CapacityError:
-        need = len(lease.records) * lease.layout.page_bytes
+        need = len(lease.rows) * lease.layout.page_bytes
         limit = self._state.frames.capacity_bytes
         self._state.counts["leases_refused"] += 1
         self._state.outbox.tell(
             BoundReached(name="store.dram.lease", limit=limit, detail=f"{need} bytes wanted")
         )
         return CapacityError(
-            f"a lease of {len(lease.records)} pages needs {need} bytes of dram at the same time; "
+            f"a lease of {len(lease.rows)} pages needs {need} bytes of dram at the same time; "
             f"{limit} exist and too many are held; lease fewer, release first, or raise store.dram.bytes"
         )
 
     def _advance(self, lease: PageLease) -> None:
-        ready, checks = lease.ready, lease.checks
-        while ready < len(checks) and checks[ready] is not None:
-            ready += 1
+        # A page that was lost stays among the missing, so nothing behind it becomes ready.
+        ready, missing, end = lease.ready, lease.missing, len(lease.rows)
+        if missing:
+            while ready < end and ready not in missing:
+                ready += 1
+        else:
+            ready = end
         lease.ready = ready
         if lease.failed is None and ready in lease.lost:
             lease.failed = lease.lost[ready]
@@ -214,10 +223,13 @@ class LeaseTable:
             lease.callbacks = []
 
     def _lose(self, promotion: Promotion, reason: MissReason) -> None:
-        promotion.record.promotion = None
-        self._state.forget_if_gone(promotion.record, reason)
-        self._state.frames.move(promotion.frame, FrameState.QUARANTINED)
-        self._state.unpin([promotion.frame])
+        state, row = self._state, promotion.row
+        if state.catalog.promotion.get(row) is promotion:
+            del state.catalog.promotion[row]
+            state.settle_late(row)
+            state.forget_if_gone(row, reason)
+        state.frames.move(promotion.frame, FrameState.QUARANTINED)
+        state.unpin([promotion.frame])
         for lease, index in promotion.waiters:
             if not lease.ended:
                 lease.lost[index] = reason

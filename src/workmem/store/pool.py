@@ -6,25 +6,28 @@ while it is held: what must be told is collected and told after.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from workmem.core.clock import Clock
 from workmem.core.errors import InvariantError
-from workmem.core.events import BoundReached, EventSink
+from workmem.core.events import BoundReached, EventSink, NamespacePurged
 from workmem.core.keys import BlockKey
 from workmem.core.layout import Namespace
 from workmem.core.outcomes import Lookup, MissReason, TierName
 from workmem.store.arena import Arena
+from workmem.store.catalog import NO_SEGMENT, Space
 from workmem.store.contract import BlockId, SaveState
 from workmem.store.frames import Frame, FrameState
 from workmem.store.leases import LeaseTable
 from workmem.store.outbox import Outbox
-from workmem.store.records import Record, Space
 from workmem.store.residents import Residents
 
 if TYPE_CHECKING:
     from workmem.store.tiers.segments import Extent
+
+_PURGE_STEP = 4096
+"""Blocks taken out under one hold of the lock."""
 
 
 class Pool:
@@ -32,6 +35,7 @@ class Pool:
 
     def __init__(self, arena: Arena, clock: Clock, sink: EventSink) -> None:
         self._clock = clock
+        self._numbers = 0
         self.state = Residents(arena, Outbox(sink))
         self.leases = LeaseTable(self.state, clock)
 
@@ -47,11 +51,7 @@ class Pool:
             space = self.state.spaces.get(root)
             if space is not None:
                 return space, False
-            if number is None:
-                number = 1 + max((space.number for space in self.state.spaces.values()), default=0)
-            space = Space(namespace, number)
-            self.state.spaces[root] = space
-            return space, True
+            return self._open_space(namespace, number), True
 
     def space(self, root: bytes) -> Space:
         """The space under `root`. Raises InvariantError for a root that was never registered."""
@@ -62,15 +62,16 @@ class Pool:
 
     def lookup(self, space: Space, keys: Sequence[BlockKey]) -> Lookup:
         """Longest resident prefix. Takes no lock: each step reads one field that changes in one step."""
+        catalog = self.state.catalog
+        in_dram, on_ssd, reads_ssd = catalog.frame, catalog.segment, self.state.reads_ssd
+        dram, ssd = TierName.DRAM, TierName.SSD
         tiers: list[TierName] = []
-        get, dram, ssd, reads_ssd = space.records.get, TierName.DRAM, TierName.SSD, self.state.reads_ssd
-        for key in keys:
-            record = get(key)
-            if record is None:
+        for row in map(space.rows.get, keys):
+            if row is None:
                 break
-            if record.frame is not None:
+            if in_dram[row] is not None:
                 tiers.append(dram)
-            elif record.extent is not None and reads_ssd:
+            elif on_ssd[row] != NO_SEGMENT and reads_ssd:
                 tiers.append(ssd)
             else:
                 break
@@ -78,11 +79,13 @@ class Pool:
             return Lookup(tuple(tiers))
         return Lookup(tuple(tiers), self.state.why_missed(space, keys[len(tiers)]))
 
-    def begin_save(self, space: Space, block: BlockId, wait_s: float) -> Frame[Record] | SaveState:
+    # -- saving
+
+    def begin_save(self, space: Space, block: BlockId, wait_s: float) -> Frame | SaveState:
         """A FILLING frame for `block`, or how the save ends at once. Waits for room up to `wait_s`."""
         until = self._clock.monotonic() + wait_s
         with self.state.outbox:
-            if self._collides(space, block):
+            if space.is_purged or self._collides(space, block):
                 self.state.counts["saves_dropped"] += 1
                 return SaveState.DROPPED
             while True:
@@ -93,74 +96,132 @@ class Pool:
                     break
                 left = until - self._clock.monotonic()
                 if left <= 0 or not (self.state.unwritten or self.state.writes_in_flight):
-                    self.state.counts["saves_dropped"] += 1
-                    detail = f"a page of {space.frame_bytes} bytes found every frame held"
-                    self.state.outbox.tell(
-                        BoundReached(
-                            name="store.dram.frames", limit=self.state.frames.capacity_bytes, detail=detail
-                        )
-                    )
+                    self._no_room(space)
                     return SaveState.DROPPED
                 self.state.outbox.changed.wait(left)
             space.filling.add(block.key)
-            self.state.frames.move(frame, FrameState.FILLING)
+            self.state.start_filling(frame, space)
             return frame
 
-    def commit_save(
-        self, space: Space, block: BlockId, frame: Frame[Record], checksums: tuple[int, ...]
-    ) -> SaveState:
-        """The frame holds the page and its checksums are known: make it visible (R2)."""
-        with self.state.outbox:
+    def commit_save(self, space: Space, block: BlockId, frame: Frame) -> SaveState:
+        """The frame holds the page and its header says so: make it visible (R2)."""
+        state = self.state
+        with state.outbox:
             space.filling.discard(block.key)
-            record = space.records.get(block.key)
-            if record is None:
-                record = Record(space, block.key, block.parent, block.depth)
-            elif record.frame is not None or record.promotion is not None:
-                self.state.frames.free(frame)
+            if space.is_purged:
+                state.frames.free(frame)
+                state.counts["saves_dropped"] += 1
+                return SaveState.DROPPED
+            row = space.rows.get(block.key)
+            if row is None:
+                row = state.catalog.add(space, block.key, block.parent, block.depth)
+            elif state.catalog.frame[row] is not None or row in state.catalog.promotion:
+                state.frames.free(frame)
                 return SaveState.ALREADY_THERE
-            self.state.admit(record, frame, block.tokens, checksums)
-            space.records[block.key] = record
+            state.admit(row, frame)
             space.ghosts.pop(block.key, None)
-            self.state.counts["saves"] += 1
-            self.state.counts["saved_bytes"] += space.layout.page_bytes
-            if self.state.wants_writes and record.extent is None:
-                self.state.queue_write(record)
+            state.counts["saves"] += 1
+            state.counts["saved_bytes"] += space.layout.page_bytes
+            if state.wants_writes and state.catalog.segment[row] == NO_SEGMENT:
+                state.queue_write(row)
             return SaveState.STORED
 
-    def abort_save(self, space: Space, block: BlockId, frame: Frame[Record]) -> None:
-        """The page was not written: give the frame back (R5)."""
+    def abort_save(self, space: Space, block: BlockId, frame: Frame) -> None:
+        """The page was not written and nobody writes to the frame any more: give it back (R5)."""
         with self.state.outbox:
             space.filling.discard(block.key)
             self.state.frames.free(frame)
             self.state.counts["saves_dropped"] += 1
 
+    def strand_save(self, space: Space, block: BlockId, frame: Frame) -> None:
+        """The writer is past its deadline but may still write: its frame serves nobody until it is dead (R3)."""
+        with self.state.outbox:
+            space.filling.discard(block.key)
+            self.state.frames.move(frame, FrameState.QUARANTINED)
+            self.state.counts["saves_dropped"] += 1
+
+    def free_stranded(self, frame: Frame) -> None:
+        """The writer of a stranded frame is dead."""
+        with self.state.outbox:
+            self.state.frames.free(frame)
+
     def requeue_writes(self) -> None:
         """Queue every block that only dram holds: the ssd tier is back."""
         with self.state.outbox:
-            for space in self.state.spaces.values():
-                for record in space.records.values():
-                    if record.frame is not None and record.extent is None and not record.unwritten:
-                        self.state.queue_write(record)
+            catalog = self.state.catalog
+            for row, frame in enumerate(catalog.frame):
+                if frame is not None and catalog.segment[row] == NO_SEGMENT and not catalog.is_unwritten[row]:
+                    self.state.queue_write(row)
 
-    def quarantine_extent(self, record: Record, extent: Extent, reason: MissReason) -> None:
+    def quarantine_extent(self, row: int, stamp: int, extent: Extent, reason: MissReason) -> None:
         """The page at `extent` is corrupt: every copy of the block leaves service."""
         with self.state.outbox:
-            if record.extent is extent:
-                self.state.quarantine(record, TierName.SSD, reason)
+            catalog = self.state.catalog
+            if catalog.is_same(row, stamp) and extent.is_of(catalog, row):
+                self.state.quarantine(row, TierName.SSD, reason)
+
+    # -- purging
+
+    def purge(self, chosen: Callable[[Namespace], bool]) -> list[Space]:
+        """Take every namespace that `chosen` accepts out of service, at once and for good (R9).
+
+        Each begins anew, empty. Returns the old ones; `sweep` takes their pages out.
+        """
+        with self.state.outbox:
+            gone = [space for space in self.state.spaces.values() if chosen(space.namespace)]
+            for space in gone:
+                space.is_purged = True
+                del self.state.spaces[space.root]
+                self._open_space(space.namespace, None)
+                self.state.outbox.tell(NamespacePurged(root=space.root.hex()[:16], blocks=len(space.rows)))
+        return gone
+
+    def sweep(self, space: Space) -> None:
+        """Give up the frames and places of a purged namespace, some at a time."""
+        while True:
+            with self.state.outbox:
+                rows = [row for row, _ in zip(space.rows.values(), range(_PURGE_STEP), strict=False)]
+                for row in rows:
+                    self.state.withdraw(row, MissReason.COLD)
+                space.ghosts.clear()
+            if not rows:
+                return
+
+    def forget_space(self, space: Space) -> None:
+        """Replay found that a namespace was purged before the last stop."""
+        with self.state.outbox:
+            space.is_purged = True
+            if self.state.spaces.get(space.root) is space:
+                del self.state.spaces[space.root]
+
+    # -- inside the lock
+
+    def _open_space(self, namespace: Namespace, number: int | None) -> Space:
+        self._numbers = max(self._numbers + 1, number or 0)
+        space = Space(namespace, self._numbers if number is None else number)
+        self.state.spaces[space.root] = space
+        return space
+
+    def _no_room(self, space: Space) -> None:
+        self.state.counts["saves_dropped"] += 1
+        detail = f"a page of {space.frame_bytes} bytes found every frame held"
+        limit = self.state.frames.capacity_bytes
+        self.state.outbox.tell(BoundReached(name="store.dram.frames", limit=limit, detail=detail))
 
     def _collides(self, space: Space, block: BlockId) -> bool:
         """Two contexts under one key: neither may be served for the other, so both leave."""
-        record = space.records.get(block.key)
-        if record is None:
+        row = space.rows.get(block.key)
+        if row is None:
             return False
-        known = record.tokens
-        if record.parent == block.parent and (known is None or known == block.tokens):
+        known = self.state.tokens(row)
+        if self.state.catalog.parent[row] == block.parent and (known is None or known == block.tokens):
             return False
-        self.state.quarantine(record, TierName.DRAM, MissReason.CORRUPT)
+        self.state.quarantine(row, TierName.DRAM, MissReason.CORRUPT)
         return True
 
     def _holds(self, space: Space, block: BlockId) -> bool:
-        record = space.records.get(block.key)
-        if record is None:
+        row = space.rows.get(block.key)
+        if row is None:
             return block.key in space.filling
-        return record.frame is not None or record.promotion is not None or block.key in space.filling
+        catalog = self.state.catalog
+        return catalog.frame[row] is not None or row in catalog.promotion or block.key in space.filling

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import mmap
 import queue
 import threading
 from collections.abc import Sequence
@@ -13,10 +12,10 @@ from workmem.core.errors import IntegrityError
 from workmem.core.events import BlockPromoted, EventSink
 from workmem.core.outcomes import MissReason, TierName
 from workmem.store.breaker import Breaker
+from workmem.store.catalog import Promotion
 from workmem.store.pool import Pool
-from workmem.store.records import Promotion
 from workmem.store.ssd_index import SsdIndex
-from workmem.store.tiers.page_header import header_bytes
+from workmem.store.tiers.page_header import set_generation
 from workmem.store.tiers.ssd import verify
 
 log = logging.getLogger(__name__)
@@ -68,22 +67,14 @@ class ReaderThreads:
 
     def _read(self, run: list[Promotion]) -> None:
         started = self._clock.monotonic()
-        layout = run[0].record.space.layout
-        size = header_bytes(layout)
         arena = self._pool.state.arena
-        with mmap.mmap(-1, size * len(run)) as scratch, memoryview(scratch) as headers:
-            buffers: list[memoryview] = []
-            for position, promotion in enumerate(run):
-                buffers.append(headers[position * size : (position + 1) * size])
-                buffers.append(arena.writable(promotion.frame.offset, promotion.frame.size))
-            try:
-                error = self._fill(run, buffers)
-                arrived = (
-                    self._settle(run, buffers) if error is None else self._retry_alone(run, buffers, error)
-                )
-            finally:
-                for buffer in buffers:
-                    buffer.release()
+        pages = [arena.writable(promotion.frame.offset, promotion.frame.size) for promotion in run]
+        try:
+            error = self._fill(run, pages)
+            arrived = self._settle(run, pages) if error is None else self._retry_alone(run, pages, error)
+        finally:
+            for page in pages:
+                page.release()
         if not arrived:
             return
         seconds = self._clock.monotonic() - started
@@ -92,53 +83,55 @@ class ReaderThreads:
                 source=TierName.SSD,
                 target=TierName.DRAM,
                 blocks=arrived,
-                page_bytes=layout.page_bytes,
+                page_bytes=run[0].space.layout.page_bytes,
                 seconds=seconds,
             )
         )
 
-    def _fill(self, run: list[Promotion], buffers: list[memoryview]) -> OSError | None:
+    def _fill(self, run: list[Promotion], pages: list[memoryview]) -> OSError | None:
         try:
-            run[0].extent.segment.file.readv(buffers, run[0].extent.offset)
+            run[0].extent.segment.file.readv(pages, run[0].extent.offset)
         except OSError as error:
             return error
         return None
 
-    def _retry_alone(self, run: list[Promotion], buffers: list[memoryview], error: OSError) -> int:
+    def _retry_alone(self, run: list[Promotion], pages: list[memoryview], error: OSError) -> int:
         """One bad sector must not cost its neighbours: read each page by itself. Returns how many arrived."""
         if len(run) == 1:
             self._breaker.read_failed(error)
             self._pool.leases.promotion_failed(run[0], MissReason.UNAVAILABLE)
             return 0
         arrived = 0
-        for position, promotion in enumerate(run):
-            mine = buffers[2 * position : 2 * position + 2]
-            alone = self._fill([promotion], mine)
-            arrived += (
-                self._settle([promotion], mine)
-                if alone is None
-                else self._retry_alone([promotion], mine, alone)
-            )
+        for promotion, page in zip(run, pages, strict=True):
+            alone = self._fill([promotion], [page])
+            if alone is None:
+                arrived += self._settle([promotion], [page])
+            else:
+                arrived += self._retry_alone([promotion], [page], alone)
         return arrived
 
-    def _settle(self, run: list[Promotion], buffers: list[memoryview]) -> int:
+    def _settle(self, run: list[Promotion], pages: list[memoryview]) -> int:
         """Check the pages that were read and give them out. Returns how many are what was written."""
         self._breaker.read_worked()
+        catalog = self._pool.state.catalog
         arrived = 0
-        for position, promotion in enumerate(run):
-            record = promotion.record
+        for promotion, page in zip(run, pages, strict=True):
+            row = promotion.row
+            # Read before it is known to be the same block still: if it is not, the page is lost below.
+            block = (promotion.space, promotion.key, catalog.parent[row], catalog.depth[row])
             try:
-                header = verify(record, promotion.extent, buffers[2 * position], buffers[2 * position + 1])
+                verify(*block, promotion.extent.header_sum, page)
             except IntegrityError:
                 self._pool.leases.promotion_failed(promotion, MissReason.CORRUPT)
             else:
-                arrived += self._pool.leases.promoted(promotion, header.tokens, header.checksums)
+                set_generation(page[: promotion.space.header_bytes], promotion.frame.generation)
+                arrived += self._pool.leases.promoted(promotion)
         return arrived
 
     def _fail(self, run: list[Promotion], error: Exception) -> None:
         self._breaker.read_failed(error)
         for promotion in run:
-            if promotion.record.promotion is promotion:
+            if self._pool.state.catalog.promotion.get(promotion.row) is promotion:
                 self._pool.leases.promotion_failed(promotion, MissReason.UNAVAILABLE)
 
 

@@ -13,11 +13,13 @@ from workmem.core.errors import InvariantError
 from workmem.core.events import BlockAdmitted, BlockEvicted, BlockQuarantined, BoundReached
 from workmem.core.keys import BlockKey
 from workmem.core.outcomes import MissReason, TierName
-from workmem.policy.eviction import EvictionOrder, Node, SegmentedLru
+from workmem.policy.order import NO_ROW, EvictionOrder
+from workmem.policy.segmented_lru import SegmentedLru
 from workmem.store.arena import Arena
-from workmem.store.frames import Frame, FrameState, FrameTable
+from workmem.store.catalog import NO_SEGMENT, Catalog, Space
+from workmem.store.frames import NO_OWNER, Frame, FrameState, FrameTable
 from workmem.store.outbox import Outbox
-from workmem.store.records import Record, Space
+from workmem.store.tiers.page_header import GENERATION_BYTES, blank, tokens_of
 
 PROTECTED_SHARE = 0.8
 """Of a tier that reused blocks may fill: the rest is where new blocks prove themselves."""
@@ -29,47 +31,53 @@ class Residents:
     def __init__(self, arena: Arena, outbox: Outbox) -> None:
         self.arena = arena
         self.outbox = outbox
-        self.frames: FrameTable[Record] = FrameTable(arena.capacity_bytes)
-        self.order: EvictionOrder[Record] = SegmentedLru[Record](int(arena.capacity_bytes * PROTECTED_SHARE))
+        self.frames = FrameTable(arena.capacity_bytes)
+        self.order: EvictionOrder = SegmentedLru(int(arena.capacity_bytes * PROTECTED_SHARE))
+        self.catalog = Catalog()
         self.spaces: dict[bytes, Space] = {}
         self.counts: Counter[str] = Counter()
-        self.unwritten: deque[Record] = deque()
-        """Blocks on their way to ssd, oldest first; an entry whose `unwritten` is off is stale."""
+        self.unwritten: deque[tuple[int, int]] = deque()
+        """Row and stamp of blocks on their way to ssd, oldest first; an entry that `owes_write` denies is stale."""
         self.writes_in_flight = 0
         self.wants_writes = False
         """A durable tier takes what is admitted."""
         self.reads_ssd = True
         """Off while the ssd tier's reads fail: what only it holds is a miss."""
-        self.drop_extent: Callable[[Record], None] = _no_extent
-        """Takes a record's ssd copy out of service; set by the ssd index."""
-        self.touch_ssd: Callable[[list[Node[Record]]], None] | None = None
+        self.drop_extent: Callable[[int], None] = _no_extent
+        """Takes a row's ssd copy out of service; set by the ssd index."""
+        self.touch_ssd: Callable[[Sequence[int]], None] | None = None
         """Tells the ssd index that blocks were used again; set by it."""
         self.reclaim: Callable[[], int] = _nothing_to_reclaim
         """Ends leases past their deadline and says how many; set by the lease table."""
+        self._late: dict[int, list[int]] = {}
+        """Rows in dram that the order does not have yet, by the row of a parent that is still on its way (R7)."""
+        self._is_late: set[int] = set()
 
-    def reserve(self, size: int) -> Frame[Record] | None:
+    # -- frames
+
+    def reserve(self, size: int) -> Frame | None:
         """A RESERVED frame of `size` bytes, evicting what may go; None when all that is left is held (R4)."""
         frame = self.frames.reserve(size)
         while frame is None:
-            node = self.order.pick(self._is_held)
-            if node is None and self.reclaim():
+            row = self.order.pick(self._is_held)
+            if row == NO_ROW and self.reclaim():
                 continue
-            if node is None:
+            if row == NO_ROW:
                 return None
-            other_size = node.size != size
-            self._evict(node.item)
+            other_size = self.catalog.space[row].frame_bytes != size
+            self._evict(row)
             if other_size:
                 self._close_ranks(size)
             frame = self.frames.reserve(size)
         return frame
 
-    def reserve_unwritten(self, size: int) -> Frame[Record] | None:
+    def reserve_unwritten(self, size: int) -> Frame | None:
         """A request that waits now is worth more than a copy on ssd: give up the newest unwritten pages."""
         while self.unwritten:
-            record = self.unwritten.pop()
-            if not record.unwritten:
+            row, stamp = self.unwritten.pop()
+            if not self.owes_write(row, stamp):
                 continue
-            self.write_ended(record)
+            self.write_ended(row, stamp)
             self.counts["writes_given_up"] += 1
             frame = self.reserve(size)
             if frame is not None:
@@ -77,6 +85,12 @@ class Residents:
                 self.outbox.tell(BoundReached(name="store.ssd.unwritten", limit=0, detail=detail))
                 return frame
         return None
+
+    def start_filling(self, frame: Frame, space: Space) -> None:
+        """RESERVED -> FILLING: from now on the header says neither what was nor what will be there (R2)."""
+        self.frames.move(frame, FrameState.FILLING)
+        with self.arena.writable(frame.offset, space.header_bytes) as header:
+            blank(header, frame.generation)
 
     def _close_ranks(self, size: int) -> None:
         """Move pages of other sizes together once that empties room for a frame of `size`.
@@ -94,101 +108,149 @@ class Residents:
                 if old.state is not FrameState.FREE:
                     self._move_page(old)
 
-    def _move_page(self, old: Frame[Record]) -> None:
-        record, new = old.owner, self.frames.reserve(old.size)
-        assert record is not None
+    def _move_page(self, old: Frame) -> None:
+        row, new = old.owner, self.frames.reserve(old.size)
+        assert row != NO_OWNER
         assert new is not None
-        self.frames.move(new, FrameState.FILLING)
-        self.arena.writable(new.offset, new.size)[:] = self.arena.readable(old.offset, old.size)
+        self.start_filling(new, self.catalog.space[row])
+        header = self.catalog.space[row].header_bytes
+        with (
+            self.arena.writable(new.offset, new.size) as to,
+            self.arena.readable(old.offset, old.size) as source,
+        ):
+            to[header:] = source[header:]
+            to[: header - GENERATION_BYTES] = source[: header - GENERATION_BYTES]
         self.frames.move(new, FrameState.RESIDENT)
-        new.owner = record
-        record.frame = new
+        new.owner = row
+        self.catalog.frame[row] = new
         self.frames.move(old, FrameState.EVICTING)
         self.frames.free(old)
         self.counts["dram_moved_bytes"] += old.size
 
-    def _is_held(self, record: Record) -> bool:
-        assert record.frame is not None
-        return record.frame.pins > 0 or record.unwritten
+    def _is_held(self, row: int) -> bool:
+        frame = self.catalog.frame[row]
+        assert frame is not None
+        return frame.pins > 0 or bool(self.catalog.is_unwritten[row])
 
-    def _evict(self, record: Record) -> None:
-        frame = self._detach(record, FrameState.EVICTING)
+    def _evict(self, row: int) -> None:
+        key = self.catalog.key[row]
+        frame = self._detach(row, FrameState.EVICTING)
         self.frames.free(frame)
         self.counts["dram_evictions"] += 1
-        self.outbox.tell(BlockEvicted(tier=TierName.DRAM, key=record.key.hex()[:16], reason="room"))
-        if record.extent is None:
-            self._forget(record, MissReason.EVICTED)
+        self.outbox.tell(BlockEvicted(tier=TierName.DRAM, key=key.hex()[:16], reason="room"))
+        self.forget_if_gone(row, MissReason.EVICTED)
 
-    def admit(
-        self, record: Record, frame: Frame[Record], tokens: tuple[int, ...], checks: tuple[int, ...]
-    ) -> None:
-        """The page is in its frame and its checksums are known: make it visible (R2)."""
-        number = record.space.number
+    # -- blocks
+
+    def admit(self, row: int, frame: Frame) -> None:
+        """The page is in its frame, header and all: make it visible (R2)."""
+        catalog = self.catalog
         self.frames.move(frame, FrameState.RESIDENT)
-        frame.owner = record
-        record.tokens = tokens
-        record.checksums = checks
-        record.dram_node = self.order.insert(
-            record, (number, record.key), (number, record.parent), frame.size
-        )
-        record.frame = frame
+        frame.owner = row
+        parent = catalog.parent_row(row)
+        if parent in catalog.promotion or parent in self._is_late:
+            self._is_late.add(row)
+            self._late.setdefault(parent, []).append(row)
+        else:
+            self._enter_order(row, parent, frame)
+        catalog.frame[row] = frame
+        self.settle_late(row)
+        page_bytes = catalog.space[row].layout.page_bytes
         self.outbox.tell(
-            BlockAdmitted(
-                tier=TierName.DRAM, key=record.key.hex()[:16], page_bytes=record.space.layout.page_bytes
-            )
+            BlockAdmitted(tier=TierName.DRAM, key=catalog.key[row].hex()[:16], page_bytes=page_bytes)
         )
 
-    def _detach(self, record: Record, state: FrameState) -> Frame[Record]:
-        frame, node = record.frame, record.dram_node
+    def settle_late(self, row: int) -> None:
+        """`row` is in the order now, or will not come: those that waited for it enter, parents first."""
+        ready = [row]
+        while ready:
+            parent = ready.pop()
+            if parent in self._is_late:
+                continue
+            for child in self._late.pop(parent, ()):
+                frame = self.catalog.frame[child]
+                if child in self._is_late and frame is not None:
+                    self._is_late.discard(child)
+                    self._enter_order(child, self.catalog.parent_row(child), frame)
+                    ready.append(child)
+
+    def _enter_order(self, row: int, parent: int, frame: Frame) -> None:
+        is_there = parent != NO_ROW and self.catalog.frame[parent] is not None and parent not in self._is_late
+        self.order.insert(row, parent if is_there else NO_ROW, frame.size)
+
+    def _detach(self, row: int, state: FrameState) -> Frame:
+        frame = self.catalog.frame[row]
         assert frame is not None
-        assert node is not None
-        record.frame = None
-        record.dram_node = None
-        record.tokens = None
-        record.checksums = ()
-        self.order.remove(node)
+        self.catalog.frame[row] = None
+        if row in self._is_late:
+            self._is_late.discard(row)
+        else:
+            self.order.remove(row)
+        self.settle_late(row)
         self.frames.move(frame, state)
         return frame
 
-    def quarantine(self, record: Record, tier: TierName, reason: MissReason) -> None:
+    def quarantine(self, row: int, tier: TierName, reason: MissReason) -> None:
         """Take every copy of a block out of service: the index now, the bytes later (R9)."""
+        catalog = self.catalog
         self.counts["quarantines"] += 1
-        self.outbox.tell(BlockQuarantined(tier=tier, key=record.key.hex()[:16], reason=reason))
-        if record.frame is not None:
-            frame = self._detach(record, FrameState.QUARANTINED)
+        self.outbox.tell(BlockQuarantined(tier=tier, key=catalog.key[row].hex()[:16], reason=reason))
+        self.withdraw(row, reason)
+
+    def withdraw(self, row: int, reason: MissReason) -> None:
+        """No copy of the block may be served any more. A promotion under way finds out when it arrives."""
+        catalog = self.catalog
+        if catalog.frame[row] is not None:
+            frame = self._detach(row, FrameState.QUARANTINED)
             if frame.pins == 0:
                 self.frames.free(frame)
-        if record.extent is not None:
-            self.drop_extent(record)
-        self._forget(record, reason)
+        if catalog.segment[row] != NO_SEGMENT:
+            self.drop_extent(row)
+        catalog.promotion.pop(row, None)
+        self.settle_late(row)
+        self._forget(row, reason)
 
-    def _forget(self, record: Record, reason: MissReason) -> None:
-        space = record.space
-        if space.records.get(record.key) is record:
-            del space.records[record.key]
-        space.remember(record.key, reason)
-        record.unwritten = False
+    def _forget(self, row: int, reason: MissReason) -> None:
+        self.catalog.space[row].remember(self.catalog.key[row], reason)
+        self.catalog.drop(row)
 
-    def forget_if_gone(self, record: Record, reason: MissReason) -> None:
-        """Drop a record that no tier holds any more. The lock is held by the caller."""
-        if record.frame is None and record.extent is None and record.promotion is None:
-            self._forget(record, reason)
+    def forget_if_gone(self, row: int, reason: MissReason) -> None:
+        """Drop a row that no tier holds any more. The lock is held by the caller."""
+        if self.catalog.is_gone(row):
+            self._forget(row, reason)
 
-    def queue_write(self, record: Record) -> None:
+    def tokens(self, row: int) -> tuple[int, ...] | None:
+        """Token ids of a block that is in dram; None for others."""
+        frame, space = self.catalog.frame[row], self.catalog.space[row]
+        if frame is None:
+            return None
+        with self.arena.readable(frame.offset, space.header_bytes) as header:
+            return tokens_of(header, space.layout)
+
+    # -- what is owed to ssd
+
+    def owes_write(self, row: int, stamp: int) -> bool:
+        """Whether the block is still on its way to ssd."""
+        return self.catalog.is_same(row, stamp) and bool(self.catalog.is_unwritten[row])
+
+    def queue_write(self, row: int) -> None:
         """Note that a block is to be made durable."""
-        record.unwritten = True
-        self.unwritten.append(record)
+        self.catalog.is_unwritten[row] = 1
+        self.unwritten.append((row, self.catalog.stamp[row]))
         self.outbox.changed.notify_all()
 
-    def write_ended(self, record: Record) -> None:
-        """`record` is written or given up: it may be evicted again. The lock is held by the caller."""
-        record.unwritten = False
-        if record.dram_node is not None and record.dram_node.parked:
-            self.order.unpark(record.dram_node)
+    def write_ended(self, row: int, stamp: int) -> None:
+        """The block is written or given up: it may be evicted again. The lock is held by the caller."""
+        if self.catalog.is_same(row, stamp):
+            self.catalog.is_unwritten[row] = 0
+            frame = self.catalog.frame[row]
+            if frame is not None and not frame.pins and row not in self._is_late:
+                self.order.unpark(row)
         self.outbox.changed.notify_all()
 
-    def unpin(self, frames: Sequence[Frame[Record] | None]) -> None:
+    def unpin(self, frames: Sequence[Frame | None]) -> None:
         """Drop one pin of each frame and let what waited for that go on."""
+        is_unwritten, is_late, unpark = self.catalog.is_unwritten, self._is_late, self.order.unpark
         for frame in frames:
             if frame is None:
                 continue
@@ -197,47 +259,47 @@ class Residents:
                 continue
             if frame.state is FrameState.QUARANTINED:
                 self.frames.free(frame)
-            elif frame.owner is not None and (node := frame.owner.dram_node) is not None and node.parked:
-                self._unpark(frame.owner)
+            elif frame.state is FrameState.RESIDENT:
+                row = frame.owner
+                if not is_unwritten[row] and row not in is_late:
+                    unpark(row)
         self.outbox.changed.notify_all()
-
-    def _unpark(self, record: Record) -> None:
-        if not record.unwritten:
-            assert record.dram_node is not None
-            self.order.unpark(record.dram_node)
 
     def why_missed(self, space: Space, key: BlockKey) -> MissReason:
         """What to say of a key that no readable tier holds."""
-        if key in space.records:
+        if key in space.rows:
             return MissReason.UNAVAILABLE
         return space.ghosts.get(key, MissReason.COLD)
 
     def audit(self) -> None:
         """Recount everything. Raises InvariantError on the first thing that does not add up."""
         self.frames.audit()
-        resident = 0
+        catalog, resident, count = self.catalog, 0, 0
         for space in self.spaces.values():
-            for key, record in space.records.items():
-                if record.key != key or record.space is not space:
-                    raise InvariantError("a record is filed under another key")
-                if record.frame is None and record.extent is None and record.promotion is None:
-                    raise InvariantError("a record names a block that no tier holds")
-                if (record.frame is None) != (record.dram_node is None):
-                    raise InvariantError("a page in dram has no place in the eviction order, or the reverse")
-                if (record.extent is None) != (record.ssd_node is None):
-                    raise InvariantError("a page on ssd has no place in the eviction order, or the reverse")
-                if record.frame is not None:
-                    resident += record.frame.size
-                    if record.frame.state is not FrameState.RESIDENT or record.frame.owner is not record:
+            for key, row in space.rows.items():
+                count += 1
+                frame = catalog.frame[row]
+                if catalog.key[row] != key or catalog.space[row] is not space:
+                    raise InvariantError("a row is filed under another key")
+                if catalog.is_gone(row):
+                    raise InvariantError("a row names a block that no tier holds")
+                if frame is not None:
+                    resident += frame.size
+                    if frame.state is not FrameState.RESIDENT or frame.owner != row:
                         raise InvariantError("an indexed frame is not resident or not its own")
+        if count != len(catalog):
+            raise InvariantError(f"{len(catalog)} rows are taken, {count} are filed")
         if resident != self.frames.ledger[FrameState.RESIDENT]:
             raise InvariantError(
                 f"{self.frames.ledger[FrameState.RESIDENT]} bytes resident, {resident} indexed"
             )
+        in_dram = sum(frame is not None for frame in catalog.frame)
+        if len(self.order) + len(self._is_late) != in_dram:
+            raise InvariantError(f"{in_dram} blocks are in dram, the order has {len(self.order)}")
 
 
-def _no_extent(record: Record) -> None:
-    raise InvariantError(f"record {record.key.hex()[:16]} has an ssd page but the store has no ssd tier")
+def _no_extent(row: int) -> None:
+    raise InvariantError(f"row {row} has an ssd page but the store has no ssd tier")
 
 
 def _nothing_to_reclaim() -> int:

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 import xxhash
 
 from workmem.core.events import BoundReached, EventSink
+from workmem.store.catalog import Space
 from workmem.store.contract import PageWrite, SaveState
 from workmem.store.frames import Frame
 from workmem.store.outbox import run_callback
 from workmem.store.pool import Pool
-from workmem.store.records import Record, Space
+from workmem.store.tiers.page_header import PageHeader, pack
 
 log = logging.getLogger(__name__)
 
@@ -116,22 +117,31 @@ class SaverThread:
         if isinstance(begun, SaveState):
             return begun
         try:
-            checksums = self._fill(space, page, begun)
+            self._fill(space, page, begun)
         except Exception as error:  # noqa: BLE001  # plugin boundary: the copy is the caller's code
             log.warning("a page could not be copied: %s", error)
             self._pool.abort_save(space, page.block, begun)
             self._sink(BoundReached(name="store.save_copy", limit=0, detail=f"copy_into raised {error!r}"))
             return SaveState.DROPPED
-        return self._pool.commit_save(space, page.block, begun, checksums)
+        return self._pool.commit_save(space, page.block, begun)
 
-    def _fill(self, space: Space, page: PageWrite, frame: Frame[Record]) -> tuple[int, ...]:
-        size = space.layout.page_bytes
+    def _fill(self, space: Space, page: PageWrite, frame: Frame) -> None:
         with self._pool.state.arena.writable(frame.offset, frame.size) as whole:
-            with whole[:size] as view:
-                page.copy_into(view)
-            # The rest of the frame goes to disk along with the page: nothing of a former page may.
-            whole[size:] = bytes(frame.size - size)
-            return tuple(xxhash.xxh3_64_intdigest(whole[start:end]) for start, end in space.spans)
+            fill(space, page, whole)
+
+
+def fill(space: Space, page: PageWrite, whole: memoryview) -> None:
+    """Write a page into its frame: the payload first, then the header that vouches for it (R2)."""
+    start, end = space.header_bytes, space.header_bytes + space.layout.page_bytes
+    with whole[start:end] as payload:
+        page.copy_into(payload)
+        checksums = tuple(xxhash.xxh3_64_intdigest(payload[begin:stop]) for begin, stop in space.spans)
+    # The rest of the frame goes to disk along with the page: nothing of a former page may.
+    whole[end:] = bytes(len(whole) - end)
+    block = page.block
+    header = PageHeader(space.root, block.key, block.parent, block.depth, block.tokens, checksums)
+    with whole[:start] as place:
+        pack(header, space.layout, place)
 
 
 def _tell(page: PageWrite, state: SaveState) -> None:

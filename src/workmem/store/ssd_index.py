@@ -6,36 +6,56 @@ otherwise; none does I/O on the pages.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import msgspec
+import numpy as np
 
 from workmem.core.events import BlockAdmitted, BlockEvicted
 from workmem.core.outcomes import MissReason, TierName
-from workmem.policy.eviction import EvictionOrder, SegmentedLru
+from workmem.policy.order import NO_ROW, EvictionOrder
+from workmem.policy.segmented_lru import SegmentedLru
 from workmem.store.arena import ALIGNMENT_BYTES
+from workmem.store.catalog import NO_SEGMENT, Space
 from workmem.store.frames import Frame
-from workmem.store.records import Record, Space
 from workmem.store.residents import PROTECTED_SHARE, Residents
-from workmem.store.tiers.journal import DeleteEntry, Entry, NamespaceEntry, PutEntry
-from workmem.store.tiers.page_header import PageHeader, header_bytes
+from workmem.store.tiers.journal import PUTS, DeleteEntry, DropEntry, Entry, NamespaceEntry, PutEntry
+from workmem.store.tiers.page_header import identity_of
 from workmem.store.tiers.segments import SEGMENT_HEADER_BYTES, Extent, Segment
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from workmem.store.tiers.journal import Record
+
+_PUTS_PER_ENTRY = 16384
 
 
 class WriteJob(msgspec.Struct, frozen=True, eq=False):
     """A page to make durable; its frame is pinned until `settle`."""
 
-    record: Record
-    frame: Frame[Record]
-    header: PageHeader
+    row: int
+    stamp: int
+    space: Space
+    frame: Frame
 
     @property
     def length(self) -> int:
         """Bytes on disk."""
-        return page_extent_bytes(self.record.space)
+        return self.frame.size
 
 
-def page_extent_bytes(space: Space) -> int:
-    """Bytes that a page of this namespace takes on disk, header included."""
-    return header_bytes(space.layout) + space.frame_bytes
+class StoredPage(msgspec.Struct, frozen=True, eq=False):
+    """A page on ssd as the index knew it when it was asked."""
+
+    row: int
+    stamp: int
+    space: Space
+    key: bytes
+    parent: bytes
+    depth: int
+    extent: Extent
 
 
 class SsdIndex:
@@ -43,7 +63,8 @@ class SsdIndex:
 
     def __init__(self, state: Residents, capacity_bytes: int) -> None:
         self._state = state
-        self.order: EvictionOrder[Record] = SegmentedLru[Record](int(capacity_bytes * PROTECTED_SHARE))
+        self._catalog = state.catalog
+        self.order: EvictionOrder = SegmentedLru(int(capacity_bytes * PROTECTED_SHARE))
         self.segments: dict[int, Segment] = {}
         self.live_bytes = 0
         self.page_count = 0
@@ -59,59 +80,84 @@ class SsdIndex:
         # A copy: gauges ask from any thread.
         return sum(segment.size for segment in list(self.segments.values()))
 
+    def extent(self, row: int) -> Extent:
+        """Where the page of `row` lies. The lock is held by the caller."""
+        catalog = self._catalog
+        return Extent(
+            self.segments[catalog.segment[row]],
+            catalog.offset[row] * ALIGNMENT_BYTES,
+            catalog.length[row] * ALIGNMENT_BYTES,
+            catalog.header_sum[row],
+        )
+
     # -- writing
 
     def take_writes(self, bytes_max: int) -> list[WriteJob]:
         """The next unwritten pages, pinned; at least one if there is any."""
         jobs: list[WriteJob] = []
         total = 0
-        with self._state.outbox:
-            queue = self._state.unwritten
+        state, catalog = self._state, self._catalog
+        with state.outbox:
+            queue = state.unwritten
             while queue:
-                record, frame = queue[0], queue[0].frame
-                if not record.unwritten or frame is None:
+                row, stamp = queue[0]
+                frame = catalog.frame[row]
+                if not state.owes_write(row, stamp) or frame is None:
                     queue.popleft()
                     continue
-                length = page_extent_bytes(record.space)
-                if length > self.extent_bytes_max:
+                if frame.size > self.extent_bytes_max:
                     queue.popleft()
-                    self._state.counts["writes_given_up"] += 1
-                    self._state.write_ended(record)
+                    state.counts["writes_given_up"] += 1
+                    state.write_ended(row, stamp)
                     continue
-                if jobs and total + length > bytes_max:
+                if jobs and total + frame.size > bytes_max:
                     break
                 queue.popleft()
                 frame.pins += 1
-                jobs.append(WriteJob(record, frame, _header(record)))
-                total += length
-            self._state.writes_in_flight += len(jobs)
-            self._state.outbox.changed.notify_all()
+                jobs.append(WriteJob(row, stamp, catalog.space[row], frame))
+                total += frame.size
+            state.writes_in_flight += len(jobs)
+            state.outbox.changed.notify_all()
         return jobs
 
     def settle(self, jobs: list[WriteJob], extents: list[Extent] | None) -> None:
         """`jobs` are durable at `extents`, or given up (None): unpin them and make them visible (R2)."""
-        with self._state.outbox:
+        state = self._state
+        with state.outbox:
             for position, job in enumerate(jobs):
                 if extents is not None:
-                    self._admit(job.record, extents[position])
-                self._state.write_ended(job.record)
-            self._state.writes_in_flight -= len(jobs)
-            self._state.unpin([job.frame for job in jobs])
+                    self._admit(job, extents[position])
+            state.writes_in_flight -= len(jobs)
+            for job in jobs:
+                state.write_ended(job.row, job.stamp)
+            state.unpin([job.frame for job in jobs])
 
     def retry(self, jobs: list[WriteJob]) -> None:
         """They failed and are tried once more, first."""
         with self._state.outbox:
             for job in reversed(jobs):
-                self._state.unwritten.appendleft(job.record)
+                self._state.unwritten.appendleft((job.row, job.stamp))
             self._state.writes_in_flight -= len(jobs)
             self._state.unpin([job.frame for job in jobs])
 
     def give_up_writes(self) -> None:
         """The tier does not take pages now: nothing waits for it. The lock is held by the caller."""
-        for record in self._state.unwritten:
-            if record.unwritten:
-                self._state.write_ended(record)
+        for row, stamp in self._state.unwritten:
+            if self._state.owes_write(row, stamp):
+                self._state.write_ended(row, stamp)
         self._state.unwritten.clear()
+
+    def put_entries(self, jobs: Sequence[WriteJob], extents: Sequence[Extent]) -> list[Entry]:
+        """The journal's word for pages that are written but not yet visible; their frames are pinned.
+
+        The header is asked, not the row, which may have been given out anew meanwhile.
+        """
+        entries: list[Entry] = []
+        for job, extent in zip(jobs, extents, strict=True):
+            with self._state.arena.readable(job.frame.offset, job.space.header_bytes) as header:
+                key, parent, depth = identity_of(header)
+            entries.append(put_entry(job.space, key, parent, depth, extent))
+        return entries
 
     def take_deletes(self) -> list[Entry]:
         """Records to strike out of the journal, before anything newer is put in."""
@@ -129,68 +175,100 @@ class SsdIndex:
         """Something waits to be struck out."""
         return bool(self._deletes)
 
+    def drop_space(self, space: Space) -> None:
+        """A purged namespace leaves the journal in one word."""
+        with self._state.outbox:
+            self._deletes.append(DropEntry(space.number))
+            self._state.outbox.changed.notify_all()
+
     # -- replay and moves
 
-    def restore(self, pages: list[tuple[Record, Extent]]) -> None:
-        """Pages found by replay, the least recent first; no key twice."""
+    def restore(self, space: Space, rows: Sequence[int]) -> None:
+        """Rows of one namespace that replay put into the catalog, the least recent first."""
+        catalog = self._catalog
         with self._state.outbox:
-            for record, extent in pages:
-                record.space.records[record.key] = record
-                self._place(record, extent)
+            found = map(space.rows.get, map(catalog.parent.__getitem__, rows))
+            parents = [NO_ROW if row is None else row for row in found]
+            lengths = np.frombuffer(catalog.length, dtype=np.uint32)[list(rows)].astype(np.int64)
+            numbers = np.frombuffer(catalog.segment, dtype=np.uint32)[list(rows)]
+            sizes = (lengths * ALIGNMENT_BYTES).tolist()
+            self.order.restore(rows, parents, sizes)
+            for number in np.unique(numbers).tolist():
+                segment, here = self.segments[number], numbers == number
+                segment.page_count += int(here.sum())
+                segment.live_bytes += int(lengths[here].sum()) * ALIGNMENT_BYTES
+            self.live_bytes += sum(sizes)
+            self.page_count += len(sizes)
 
-    def move(self, record: Record, old: Extent, new: Extent) -> None:
-        """Compaction wrote `record` again. If it left meanwhile, the new place is dead at once."""
+    def move(self, page: StoredPage, new: Extent) -> None:
+        """Compaction wrote a page again. If it left meanwhile, the new place is dead at once."""
+        catalog, row = self._catalog, page.row
         with self._state.outbox:
-            if record.extent is old:
-                node = record.ssd_node
-                record.extent = new
-                old.segment.records.discard(record)
-                old.segment.live_bytes -= old.length
-                new.segment.records.add(record)
-                new.segment.live_bytes += new.length
-                assert node is not None
+            if catalog.is_same(row, page.stamp) and page.extent.is_of(catalog, row):
+                self._note_place(row, new)
+                for extent, sign in ((page.extent, -1), (new, 1)):
+                    extent.segment.page_count += sign
+                    extent.segment.live_bytes += sign * extent.length
             else:
-                self._deletes.append(DeleteEntry(record.space.number, record.key))
+                self._deletes.append(DeleteEntry(page.space.number, page.key))
 
     # -- making room
 
     def evict(self, bytes_wanted: int) -> int:
         """Strike out the least worth keeping, children before parents (R7). Returns bytes given up."""
         freed = 0
+        catalog = self._catalog
         with self._state.outbox:
             while freed < bytes_wanted:
-                node = self.order.pick(_never_held)
-                if node is None:
+                row = self.order.pick(_never_held)
+                if row == NO_ROW:
                     break
-                record = node.item
-                assert record.extent is not None
-                freed += record.extent.length
-                self._strike(record)
+                freed += catalog.length[row] * ALIGNMENT_BYTES
+                key = catalog.key[row].hex()[:16]
+                self._strike(row)
                 self._state.counts["ssd_evictions"] += 1
-                self._state.outbox.tell(
-                    BlockEvicted(tier=TierName.SSD, key=record.key.hex()[:16], reason="room")
-                )
-                self._state.forget_if_gone(record, MissReason.EVICTED)
+                self._state.outbox.tell(BlockEvicted(tier=TierName.SSD, key=key, reason="room"))
+                self._state.forget_if_gone(row, MissReason.EVICTED)
         return freed
 
     def drop_segment(self, segment: Segment) -> None:
         """Take a segment out of the index; whatever still lies in it leaves service."""
         with self._state.outbox:
-            for record in list(segment.records):
-                self._strike(record)
-                self._state.forget_if_gone(record, MissReason.EVICTED)
+            if segment.page_count:
+                for row in self._catalog.on_segment(segment.number):
+                    self._strike(row)
+                    self._state.forget_if_gone(row, MissReason.EVICTED)
             del self.segments[segment.number]
             segment.is_dropped = True
             close_now = segment.readers == 0
         if close_now:
             segment.file.close()
 
-    def pages_of(self, segment: Segment) -> list[tuple[Record, Extent]]:
+    def pages_of(self, segment: Segment) -> list[StoredPage]:
         """The live pages of a segment in the order they lie."""
+        catalog = self._catalog
         with self._state.outbox:
-            pages = [(record, record.extent) for record in segment.records]
-        found = [(record, extent) for record, extent in pages if extent is not None]
-        return sorted(found, key=lambda page: page[1].offset)
+            pages = [
+                StoredPage(
+                    row,
+                    catalog.stamp[row],
+                    catalog.space[row],
+                    catalog.key[row],
+                    catalog.parent[row],
+                    catalog.depth[row],
+                    self.extent(row),
+                )
+                for row in catalog.on_segment(segment.number)
+            ]
+        return sorted(pages, key=lambda page: page.extent.offset)
+
+    def begin_read(self, segment: Segment) -> bool:
+        """Keep a segment's file open for a read outside of a lease. False if it is dropped."""
+        with self._state.outbox:
+            if segment.is_dropped:
+                return False
+            segment.readers += 1
+            return True
 
     def end_read(self, segment: Segment, count: int) -> None:
         """`count` reads of `segment` ended; the last one closes a dropped file."""
@@ -200,69 +278,95 @@ class SsdIndex:
         if close_now:
             segment.file.close()
 
-    def snapshot(self) -> list[Entry]:
+    def snapshot(self) -> list[Record]:
         """Everything a fresh journal must say."""
         with self._state.outbox:
-            entries: list[Entry] = [namespace_entry(space) for space in self._state.spaces.values()]
+            entries: list[Record] = [namespace_entry(space) for space in self._state.spaces.values()]
             for space in self._state.spaces.values():
-                held = [(record, record.extent) for record in space.records.values()]
-                entries += [put_entry(record, extent) for record, extent in held if extent is not None]
+                puts = self._puts_of(space)
+                entries += [puts[at : at + _PUTS_PER_ENTRY] for at in range(0, len(puts), _PUTS_PER_ENTRY)]
             # Strikes of pages that are not in the snapshot have nothing left to strike out.
             self._deletes.clear()
             return entries
 
+    def _puts_of(self, space: Space) -> NDArray[np.void]:
+        catalog = self._catalog
+        segment = catalog.segment
+        rows = [row for row in space.rows.values() if segment[row] != NO_SEGMENT]
+        puts = np.zeros(len(rows), PUTS)
+        puts["kind"] = 2
+        puts["number"] = space.number
+        puts["key"] = np.frombuffer(b"".join(map(catalog.key.__getitem__, rows)), "V32")
+        puts["parent"] = np.frombuffer(b"".join(map(catalog.parent.__getitem__, rows)), "V32")
+        for name, column in (
+            ("depth", catalog.depth),
+            ("segment", segment),
+            ("offset", catalog.offset),
+            ("length", catalog.length),
+            ("header_sum", catalog.header_sum),
+        ):
+            puts[name] = np.frombuffer(column, dtype=f"u{column.itemsize}")[rows]
+        return puts
+
     # -- inside the lock
 
-    def _admit(self, record: Record, extent: Extent) -> None:
-        space = record.space
-        if space.records.get(record.key) is not record:
+    def _admit(self, job: WriteJob, extent: Extent) -> None:
+        catalog, row, space = self._catalog, job.row, job.space
+        if not catalog.is_same(row, job.stamp):
             # It left while it was written: what the journal now says of it must be struck out.
-            self._deletes.append(DeleteEntry(space.number, record.key))
+            with self._state.arena.readable(job.frame.offset, space.header_bytes) as header:
+                self._deletes.append(DeleteEntry(space.number, identity_of(header)[0]))
             return
-        self._place(record, extent)
+        self._place(row, extent)
         self._state.counts["ssd_written_bytes"] += extent.length
         self._state.outbox.tell(
-            BlockAdmitted(tier=TierName.SSD, key=record.key.hex()[:16], page_bytes=space.layout.page_bytes)
+            BlockAdmitted(
+                tier=TierName.SSD, key=catalog.key[row].hex()[:16], page_bytes=space.layout.page_bytes
+            )
         )
 
-    def _place(self, record: Record, extent: Extent) -> None:
-        assert record.extent is None
-        record.extent = extent
-        extent.segment.records.add(record)
+    def _place(self, row: int, extent: Extent) -> None:
+        catalog = self._catalog
+        assert catalog.segment[row] == NO_SEGMENT
+        self._note_place(row, extent)
+        extent.segment.page_count += 1
         extent.segment.live_bytes += extent.length
         self.live_bytes += extent.length
         self.page_count += 1
-        number = record.space.number
-        record.ssd_node = self.order.insert(
-            record, (number, record.key), (number, record.parent), extent.length
-        )
+        parent = catalog.parent_row(row)
+        is_there = parent != NO_ROW and catalog.segment[parent] != NO_SEGMENT
+        self.order.insert(row, parent if is_there else NO_ROW, extent.length)
 
-    def _unplace(self, record: Record) -> None:
-        extent, node = record.extent, record.ssd_node
-        assert extent is not None
-        assert node is not None
-        record.extent = None
-        record.ssd_node = None
-        extent.segment.records.discard(record)
-        extent.segment.live_bytes -= extent.length
-        self.live_bytes -= extent.length
+    def _note_place(self, row: int, extent: Extent) -> None:
+        catalog = self._catalog
+        catalog.segment[row] = extent.segment.number
+        catalog.offset[row] = extent.offset // ALIGNMENT_BYTES
+        catalog.length[row] = extent.length // ALIGNMENT_BYTES
+        catalog.header_sum[row] = extent.header_sum
+
+    def _strike(self, row: int) -> None:
+        catalog = self._catalog
+        length, segment = catalog.length[row] * ALIGNMENT_BYTES, self.segments[catalog.segment[row]]
+        catalog.segment[row] = NO_SEGMENT
+        segment.page_count -= 1
+        segment.live_bytes -= length
+        self.live_bytes -= length
         self.page_count -= 1
-        self.order.remove(node)
+        self.order.remove(row)
+        space = catalog.space[row]
+        if not space.is_purged:
+            self._deletes.append(DeleteEntry(space.number, catalog.key[row]))
 
-    def _strike(self, record: Record) -> None:
-        self._unplace(record)
-        self._deletes.append(DeleteEntry(record.space.number, record.key))
 
-
-def put_entry(record: Record, extent: Extent) -> PutEntry:
+def put_entry(space: Space, key: bytes, parent: bytes, depth: int, extent: Extent) -> PutEntry:
     """The journal's word for a page at a place."""
     assert extent.offset >= SEGMENT_HEADER_BYTES
     assert extent.offset % ALIGNMENT_BYTES == 0
     return PutEntry(
-        record.space.number,
-        record.key,
-        record.parent,
-        record.depth,
+        space.number,
+        key,
+        parent,
+        depth,
         extent.segment.number,
         extent.offset,
         extent.length,
@@ -275,15 +379,8 @@ def namespace_entry(space: Space) -> NamespaceEntry:
     return NamespaceEntry(space.number, space.root, msgspec.json.encode(space.namespace))
 
 
-def _header(record: Record) -> PageHeader:
-    assert record.tokens is not None
-    return PageHeader(
-        record.space.root, record.key, record.parent, record.depth, record.tokens, record.checksums
-    )
-
-
-def _never_held(record: Record) -> bool:
+def _never_held(row: int) -> bool:
     # A page may leave ssd while it is read: its file stays open until the read ends, and append-only
     # segments are never overwritten.
-    del record
+    del row
     return False

@@ -77,6 +77,7 @@ class Store:
         if self._tier is not None:
             self._pool.state.wants_writes = True
             index = self._tier.index
+            self._pool.leases.extent_of = index.extent
             self._reader = ReaderThreads(
                 self._pool, index, self._breaker, self._clock, sink, config.ssd.readers
             )

@@ -13,7 +13,7 @@ import msgspec
 from workmem.core.errors import ConfigError
 from workmem.store.device import sync_folder
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 class FolderFormat(msgspec.Struct, frozen=True):

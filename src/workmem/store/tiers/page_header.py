@@ -1,6 +1,7 @@
-"""The header in front of every page on ssd: what the bytes behind it claim to be.
+"""The header in front of every page, in dram as on ssd: what the bytes behind it claim to be.
 
-Byte table in docs/internals/journal-format.md.
+Byte table in docs/internals/journal-format.md. The last 8 bytes of a header belong to the frame it lies
+in, not to the page: a generation that grows each time the frame gives its page up (R3).
 """
 
 from __future__ import annotations
@@ -17,10 +18,14 @@ from workmem.core.keys import BlockKey
 from workmem.core.layout import KVLayout
 from workmem.store.arena import align
 
-MAGIC = b"WMPAGE\x00\x01"
+MAGIC = b"WMPAGE\x00\x02"
+GENERATION_BYTES = 8
+RAW = 0
+"""Codec of a payload that is stored as it is."""
 _SUM = struct.Struct("<Q")
-_FIXED = struct.Struct("<8sQ32s32s32s32sQIIII")
-"""magic, header checksum, root, key, parent, layout digest, page bytes, depth, tokens, slices, header bytes."""
+_FIXED = struct.Struct("<8sQ32s32s32s32sQQIIIII4x")
+"""magic, checksum, root, key, parent, layout digest, page bytes, stored bytes, depth, tokens, slices, header
+bytes, codec."""
 _SUMMED_FROM = 16
 
 
@@ -33,6 +38,9 @@ class PageHeader(msgspec.Struct, frozen=True):
     depth: int
     tokens: tuple[int, ...]
     checksums: tuple[int, ...]
+    codec: int = RAW
+    stored_bytes: int = 0
+    """Bytes of the payload as it is stored; 0 stands for all of `page_bytes`."""
 
 
 @lru_cache(maxsize=64)
@@ -43,13 +51,13 @@ def layout_digest(layout: KVLayout) -> bytes:
 
 @lru_cache(maxsize=64)
 def header_bytes(layout: KVLayout) -> int:
-    """Bytes a header takes on disk, aligned like the payload behind it."""
-    return align(_FIXED.size + 4 * layout.block_tokens + 8 * layout.slice_count)
+    """Bytes a header takes, aligned like the payload behind it."""
+    return align(_FIXED.size + 4 * layout.block_tokens + 8 * layout.slice_count + GENERATION_BYTES)
 
 
 def pack(header: PageHeader, layout: KVLayout, into: memoryview) -> int:
-    """Write `header` into `header_bytes(layout)` bytes. Returns its checksum."""
-    size = header_bytes(layout)
+    """Write `header` into `header_bytes(layout)` bytes, all but the generation. Returns its checksum."""
+    end = header_bytes(layout) - GENERATION_BYTES
     tokens, checksums = header.tokens, header.checksums
     body = _FIXED.pack(
         MAGIC,
@@ -59,15 +67,17 @@ def pack(header: PageHeader, layout: KVLayout, into: memoryview) -> int:
         header.parent,
         layout_digest(layout),
         layout.page_bytes,
+        header.stored_bytes or layout.page_bytes,
         header.depth,
         len(tokens),
         len(checksums),
-        size,
+        header_bytes(layout),
+        header.codec,
     )
     body += struct.pack(f"<{len(tokens)}I{len(checksums)}Q", *tokens, *checksums)
     into[: len(body)] = body
-    into[len(body) : size] = bytes(size - len(body))
-    checksum = xxhash.xxh3_64_intdigest(into[_SUMMED_FROM:size])
+    into[len(body) : end] = bytes(end - len(body))
+    checksum = xxhash.xxh3_64_intdigest(into[_SUMMED_FROM:end])
     _SUM.pack_into(into, 8, checksum)
     return checksum
 
@@ -75,17 +85,66 @@ def pack(header: PageHeader, layout: KVLayout, into: memoryview) -> int:
 def unpack(raw: memoryview, layout: KVLayout) -> tuple[PageHeader, int]:
     """The header in `raw`, and its checksum. Raises IntegrityError on anything but what `pack` wrote."""
     size = header_bytes(layout)
-    magic, stated, root, key, parent, digest, page_bytes, depth, tokens, slices, stated_size = (
-        _FIXED.unpack_from(raw)
-    )
+    (
+        magic,
+        stated,
+        root,
+        key,
+        parent,
+        digest,
+        page_bytes,
+        stored,
+        depth,
+        tokens,
+        slices,
+        stated_size,
+        codec,
+    ) = _FIXED.unpack_from(raw)
     if magic != MAGIC:
         raise IntegrityError(f"page header starts with {magic!r}, not {MAGIC!r}")
-    if xxhash.xxh3_64_intdigest(raw[_SUMMED_FROM:size]) != stated:
+    if xxhash.xxh3_64_intdigest(raw[_SUMMED_FROM : size - GENERATION_BYTES]) != stated:
         raise IntegrityError("page header does not match its own checksum")
     if digest != layout_digest(layout) or page_bytes != layout.page_bytes or stated_size != size:
         raise IntegrityError("page header is of another layout")
     if tokens != layout.block_tokens or slices != layout.slice_count:
         raise IntegrityError(f"page header counts {tokens} tokens and {slices} slices")
     values = struct.unpack_from(f"<{tokens}I{slices}Q", raw, _FIXED.size)
-    header = PageHeader(root, BlockKey(key), parent, depth, values[:tokens], values[tokens:])
+    header = PageHeader(root, BlockKey(key), parent, depth, values[:tokens], values[tokens:], codec, stored)
     return header, stated
+
+
+def identity_of(raw: memoryview) -> tuple[BlockKey, bytes, int]:
+    """Key, parent and depth that a header states. For headers in dram, which were checked on the way in."""
+    fields = _FIXED.unpack_from(raw)
+    return BlockKey(fields[3]), fields[4], fields[8]
+
+
+def checksum_of(raw: memoryview) -> int:
+    """The checksum that a header states of itself."""
+    return _SUM.unpack_from(raw, 8)[0]
+
+
+def tokens_of(raw: memoryview, layout: KVLayout) -> tuple[int, ...]:
+    """Token ids that a header states. For headers in dram, which were checked on the way in."""
+    return struct.unpack_from(f"<{layout.block_tokens}I", raw, _FIXED.size)
+
+
+def slice_sums_of(raw: memoryview, layout: KVLayout) -> tuple[int, ...]:
+    """Checksums of the slices that a header states. For headers in dram, which were checked on the way in."""
+    return struct.unpack_from(f"<{layout.slice_count}Q", raw, _FIXED.size + 4 * layout.block_tokens)
+
+
+def blank(raw: memoryview, generation: int) -> None:
+    """Before a frame is filled: nobody may take what lies there for the page that was or will be."""
+    raw[:_SUMMED_FROM] = bytes(_SUMMED_FROM)
+    _SUM.pack_into(raw, len(raw) - GENERATION_BYTES, generation)
+
+
+def set_generation(raw: memoryview, generation: int) -> None:
+    """Put a frame's generation back: a page read from a disk carries that of the frame it once left."""
+    _SUM.pack_into(raw, len(raw) - GENERATION_BYTES, generation)
+
+
+def generation_of(raw: memoryview) -> int:
+    """Generation of the frame that a header lies in; `raw` is the header, whole."""
+    return _SUM.unpack_from(raw, len(raw) - GENERATION_BYTES)[0]

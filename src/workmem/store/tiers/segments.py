@@ -13,7 +13,7 @@ from workmem.store.arena import ALIGNMENT_BYTES
 from workmem.store.device import DeviceFile
 
 if TYPE_CHECKING:
-    from workmem.store.records import Record
+    from workmem.store.catalog import Catalog
 
 SEGMENT_BYTES_MAX = 64 * 2**20
 SEGMENT_HEADER_BYTES = ALIGNMENT_BYTES
@@ -34,6 +34,13 @@ class Extent:
         self.header_sum = header_sum
         """The header's checksum as journaled: a header that says otherwise is of another page (R6)."""
 
+    def is_of(self, catalog: Catalog, row: int) -> bool:
+        """Whether this is where the catalog has the page of `row` now."""
+        return (
+            catalog.segment[row] == self.segment.number
+            and catalog.offset[row] * ALIGNMENT_BYTES == self.offset
+        )
+
 
 class Segment:
     """One file. `size` is where the next page goes; what lies before is never overwritten."""
@@ -44,9 +51,9 @@ class Segment:
         "is_sealed",
         "live_bytes",
         "number",
+        "page_count",
         "path",
         "readers",
-        "records",
         "size",
     )
 
@@ -56,7 +63,8 @@ class Segment:
         self.file = file
         self.size = size
         self.live_bytes = 0
-        self.records: set[Record] = set()
+        self.page_count = 0
+        """Live pages in it."""
         self.readers = 0
         """Reads under way: the file stays open for them after it is unlinked."""
         self.is_sealed = False

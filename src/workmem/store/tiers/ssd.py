@@ -10,23 +10,21 @@ import contextlib
 import gc
 import logging
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
-import msgspec
 import xxhash
 
 from workmem.core.errors import IntegrityError
 from workmem.core.events import BoundReached, EventSink
-from workmem.core.keys import BlockKey
-from workmem.core.layout import Namespace
 from workmem.core.outcomes import MissReason
 from workmem.store.device import Access, BlockDevice, DeviceFile
 from workmem.store.pool import Pool
-from workmem.store.records import Record, Space
-from workmem.store.ssd_index import SsdIndex, WriteJob, namespace_entry, page_extent_bytes, put_entry
+from workmem.store.ssd_index import SsdIndex, StoredPage, WriteJob, namespace_entry, put_entry
 from workmem.store.tiers.folder import StoreFolder
-from workmem.store.tiers.journal import Entry, Journal, NamespaceEntry, PutEntry
-from workmem.store.tiers.page_header import PageHeader, header_bytes, pack, unpack
+from workmem.store.tiers.journal import Journal, NamespaceEntry
+from workmem.store.tiers.page_header import PageHeader, checksum_of, unpack
+from workmem.store.tiers.replay import Replay
 from workmem.store.tiers.segments import (
     SEGMENT_BYTES_MAX,
     SEGMENT_HEADER_BYTES,
@@ -36,6 +34,10 @@ from workmem.store.tiers.segments import (
     segment_header,
     segment_path,
 )
+
+if TYPE_CHECKING:
+    from workmem.store.catalog import Space
+    from workmem.store.tiers.journal import Record
 
 log = logging.getLogger(__name__)
 
@@ -89,21 +91,21 @@ class SsdTier:
 
     def _open(self) -> None:
         try:
-            entries = self._journal.open()
+            records = self._journal.open()
         except IntegrityError as error:
             log.warning("ssd tier starts empty: %s", error)
             self._sink(BoundReached(name="store.ssd.journal", limit=0, detail=str(error)))
             self._journal.is_broken = True
-            entries = []
+            records = []
         if self._journal.torn_bytes:
             detail = f"{self._journal.torn_bytes} bytes behind the last whole batch were cut off"
             self._sink(BoundReached(name="store.ssd.journal_tail", limit=0, detail=detail))
         self._open_segments()
-        self._replay(entries)
+        self._replay(records)
         if self._journal.is_broken:
             self._try_rewrite()
         for segment in list(self.index.segments.values()):
-            if not segment.records:
+            if not segment.page_count:
                 self._remove(segment)
 
     def _open_segments(self) -> None:
@@ -127,44 +129,20 @@ class SsdTier:
             segment.is_sealed = True
             self.index.segments[number] = segment
 
-    def _replay(self, entries: list[Entry]) -> None:
-        spaces: dict[int, Space | None] = {}
-        live: dict[Space, dict[bytes, PutEntry]] = {}
-        dropped = 0
-        for entry in entries:
-            if isinstance(entry, NamespaceEntry):
-                space = spaces[entry.number] = self._space_of(entry)
-                if space is not None:
-                    live.setdefault(space, {})
-                continue
-            space = spaces.get(entry.number)
-            if space is None:
-                dropped += isinstance(entry, PutEntry)
-                continue
-            puts = live[space]
-            # The last word on a key holds, and its place in line is that of the last word.
-            gone = puts.pop(entry.key, None)
-            if isinstance(entry, PutEntry):
-                puts[entry.key] = entry
-            elif gone is not None:
-                space.remember(BlockKey(entry.key), MissReason.EVICTED)
-        for space, puts in live.items():
-            dropped += self._restore(space, puts)
-        if dropped or len(self._announced) != len(spaces):
-            self._pool.count("journal_records_dropped", dropped)
+    def _replay(self, records: Sequence[Record]) -> None:
+        replay = Replay(
+            self._pool.state.catalog,
+            {number: segment.size for number, segment in self.index.segments.items()},
+            open_space=lambda namespace, number: self._pool.add_space(namespace, number=number)[0],
+            close_space=self._pool.forget_space,
+        )
+        replay.take(records)
+        for space in replay.spaces:
+            self._announced.add(space.number)
+            self.index.restore(space, replay.rows(space))
+        if not replay.is_clean:
+            self._pool.count("journal_records_dropped", replay.dropped)
             self._try_rewrite()
-
-    def _restore(self, space: Space, puts: dict[bytes, PutEntry]) -> int:
-        """Index what the journal says of a namespace; returns how many records fit no segment."""
-        length = page_extent_bytes(space)
-        pages: list[tuple[Record, Extent]] = []
-        for entry in puts.values():
-            segment = self.index.segments.get(entry.segment)
-            if segment is not None and _fits(entry, segment, length):
-                record = Record(space, BlockKey(entry.key), entry.parent, entry.depth)
-                pages.append((record, Extent(segment, entry.offset, length, entry.header_sum)))
-        self.index.restore(pages)
-        return len(puts) - len(pages)
 
     def _try_rewrite(self) -> None:
         """A failure is not the end: the writer rewrites a broken journal before it adds anything."""
@@ -173,18 +151,6 @@ class SsdTier:
         except OSError as error:
             self._journal.is_broken = True
             log.warning("the journal could not be rewritten yet: %s", error)
-
-    def _space_of(self, entry: NamespaceEntry) -> Space | None:
-        try:
-            namespace = msgspec.json.decode(entry.json, type=Namespace)
-        except msgspec.DecodeError:
-            return None
-        # A namespace that this version reads otherwise than it was written is not the same one.
-        if namespace.root() != entry.root:
-            return None
-        space, _ = self._pool.add_space(namespace, number=entry.number)
-        self._announced.add(space.number)
-        return space
 
     def _announce_all(self) -> None:
         self._journal.rewrite(self.index.snapshot())
@@ -198,10 +164,7 @@ class SsdTier:
             self._announce_all()
         self._make_room(sum(job.length for job in jobs))
         extents = self._write_data(jobs)
-        entries: list[Entry] = [
-            put_entry(job.record, extent) for job, extent in zip(jobs, extents, strict=True)
-        ]
-        self._append(entries)
+        self._append(self.index.put_entries(jobs, extents))
         return extents
 
     def tend(self) -> None:
@@ -211,7 +174,7 @@ class SsdTier:
         if self.index.has_deletes:
             self._append([])
         for segment in list(self.index.segments.values()):
-            if segment.is_sealed and not segment.records:
+            if segment.is_sealed and not segment.page_count:
                 self._remove(segment)
 
     def probe(self) -> None:
@@ -229,14 +192,14 @@ class SsdTier:
         self._journal.close()
         self._folder.close()
 
-    def _append(self, entries: list[Entry]) -> None:
+    def _append(self, entries: Sequence[Record]) -> None:
         deletes = self.index.take_deletes()
-        news: list[Entry] = [
+        news: list[NamespaceEntry] = [
             namespace_entry(space)
             for space in list(self._pool.state.spaces.values())
             if space.number not in self._announced
         ]
-        batch = [*news, *deletes, *entries]
+        batch: list[Record] = [*news, *deletes, *entries]
         if not batch:
             return
         try:
@@ -271,24 +234,17 @@ class SsdTier:
                 segment.file.truncate(segment.size)
 
     def _write_group(self, segment: Segment, jobs: list[WriteJob]) -> list[Extent]:
-        sizes = [header_bytes(job.record.space.layout) for job in jobs]
         extents: list[Extent] = []
-        buffers: list[memoryview] = []
-        at = segment.size
-        with mmap.mmap(-1, sum(sizes)) as scratch, memoryview(scratch) as headers:
-            start = 0
-            for job, size in zip(jobs, sizes, strict=True):
-                head = headers[start : start + size]
-                header_sum = pack(job.header, job.record.space.layout, head)
-                buffers += [head, self._pool.state.arena.writable(job.frame.offset, job.frame.size)]
-                extents.append(Extent(segment, at, job.length, header_sum))
-                at += job.length
-                start += size
-            try:
-                segment.file.writev(buffers, segment.size)
-            finally:
-                for buffer in buffers:
-                    buffer.release()
+        arena, at = self._pool.state.arena, segment.size
+        pages = [arena.writable(job.frame.offset, job.frame.size) for job in jobs]
+        try:
+            for page in pages:
+                extents.append(Extent(segment, at, len(page), checksum_of(page)))
+                at += len(page)
+            segment.file.writev(pages, segment.size)
+        finally:
+            for page in pages:
+                page.release()
         segment.size = at
         return extents
 
@@ -347,7 +303,7 @@ class SsdTier:
                 if self._active is None:
                     return
                 self._seal(self._active)
-            elif not victim.records:
+            elif not victim.page_count:
                 self._append([])
                 self._remove(victim)
             elif victim.live_bytes * 2 <= victim.size:
@@ -361,39 +317,33 @@ class SsdTier:
 
     def _compact(self, victim: Segment) -> None:
         """Write a segment's live pages again and remove it: at most one byte moved for each one freed."""
-        moves: list[tuple[Record, Extent, Extent]] = []
+        moves: list[tuple[StoredPage, Extent]] = []
         touched: dict[int, Segment] = {}
         try:
-            for record, old in self.index.pages_of(victim):
-                new = self._rewrite_page(record, old)
+            for page in self.index.pages_of(victim):
+                new = self._rewrite_page(page)
                 if new is not None:
                     touched[new.segment.number] = new.segment
-                    moves.append((record, old, new))
+                    moves.append((page, new))
             for segment in touched.values():
                 segment.file.sync()
         except OSError:
             self._doubt(touched)
             raise
-        self._append([put_entry(record, new) for record, _, new in moves])
-        for record, old, new in moves:
-            self.index.move(record, old, new)
+        self._append([put_entry(page.space, page.key, page.parent, page.depth, new) for page, new in moves])
+        for page, new in moves:
+            self.index.move(page, new)
             self._pool.count("ssd_moved_bytes", new.length)
         self._append([])
         self._remove(victim)
 
-    def _rewrite_page(self, record: Record, old: Extent) -> Extent | None:
+    def _rewrite_page(self, page: StoredPage) -> Extent | None:
         """A page's new place, or None when the old one does not hold it any more. Raises OSError on writes."""
+        old = page.extent
         with mmap.mmap(-1, old.length) as scratch, memoryview(scratch) as view:
-            size = header_bytes(record.space.layout)
-            try:
-                old.segment.file.readv([view], old.offset)
-                with view[:size] as head, view[size:] as payload:
-                    verify(record, old, head, payload)
-            except OSError:
-                self._pool.quarantine_extent(record, old, MissReason.UNAVAILABLE)
-                return None
-            except IntegrityError:
-                self._pool.quarantine_extent(record, old, MissReason.CORRUPT)
+            reason = read_page(page, view)
+            if reason is not None:
+                self._pool.quarantine_extent(page.row, page.stamp, old, reason)
                 return None
             segment = self._segment_with_room(old.length)
             segment.file.writev([view], segment.size)
@@ -410,31 +360,32 @@ class SsdTier:
             log.warning("segment %d could not be removed: %s", segment.number, error)
 
 
-def verify(record: Record, extent: Extent, head: memoryview, payload: memoryview) -> PageHeader:
+def read_page(page: StoredPage, into: memoryview) -> MissReason | None:
+    """Read a page and check it. Returns what is wrong with it; None when it is what was written."""
+    try:
+        page.extent.segment.file.readv([into], page.extent.offset)
+        verify(page.space, page.key, page.parent, page.depth, page.extent.header_sum, into)
+    except OSError:
+        return MissReason.UNAVAILABLE
+    except IntegrityError:
+        return MissReason.CORRUPT
+    return None
+
+
+def verify(
+    space: Space, key: bytes, parent: bytes, depth: int, header_sum: int, page: memoryview
+) -> PageHeader:
     """Check header and bytes of a page against what the index asks for (R6). Raises IntegrityError."""
-    space = record.space
-    header, header_sum = unpack(head, space.layout)
-    if header_sum != extent.header_sum:
+    header, found_sum = unpack(page[: space.header_bytes], space.layout)
+    if found_sum != header_sum:
         raise IntegrityError("the header is not the one that was journaled")
-    if (header.root, header.key, header.parent, header.depth) != (
-        space.root,
-        record.key,
-        record.parent,
-        record.depth,
-    ):
+    if (header.root, header.key, header.parent, header.depth) != (space.root, key, parent, depth):
         raise IntegrityError("the header names another block")
-    for (start, end), checksum in zip(space.spans, header.checksums, strict=True):
-        if xxhash.xxh3_64_intdigest(payload[start:end]) != checksum:
-            raise IntegrityError(f"bytes {start} to {end} are not what was written")
+    with page[space.header_bytes :] as payload:
+        for (start, end), checksum in zip(space.spans, header.checksums, strict=True):
+            if xxhash.xxh3_64_intdigest(payload[start:end]) != checksum:
+                raise IntegrityError(f"bytes {start} to {end} are not what was written")
     return header
-
-
-def _fits(entry: PutEntry, segment: Segment, length: int) -> bool:
-    return (
-        entry.length == length
-        and entry.offset >= SEGMENT_HEADER_BYTES
-        and entry.offset + length <= segment.size
-    )
 
 
 def _groups(jobs: list[WriteJob], bytes_max: int) -> Iterator[list[WriteJob]]:

@@ -1,0 +1,201 @@
+"""The index: every block that a tier holds is a row, and what is known of it lies in columns.
+
+A row costs some 250 bytes, key, links of the eviction orders and index entry included: millions of
+blocks on disk must not fill the memory that is there to hold pages. Rows are given out again after a
+block has left; a `stamp` tells its uses apart.
+
+No lock here: what changes the catalog holds the pool's (R1). Reading one field needs none.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from workmem.core.keys import BlockKey
+from workmem.core.layout import KVLayout, Namespace
+from workmem.core.outcomes import MissReason
+from workmem.store.arena import align
+from workmem.store.frames import Frame
+from workmem.store.tiers.page_header import header_bytes
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from workmem.store.lease import PageLease
+    from workmem.store.tiers.segments import Extent
+
+GHOSTS_MAX = 1 << 17
+"""Keys remembered per namespace after they left, to tell "evicted" from "never seen"."""
+NO_SEGMENT = 0
+"""In `Catalog.segment`: the block has no page on ssd. Segment numbers begin at 1."""
+
+
+class Space:
+    """The blocks of one namespace: key to row."""
+
+    __slots__ = (
+        "filling",
+        "frame_bytes",
+        "ghosts",
+        "header_bytes",
+        "is_purged",
+        "layout",
+        "namespace",
+        "number",
+        "root",
+        "rows",
+        "spans",
+    )
+
+    def __init__(self, namespace: Namespace, number: int) -> None:
+        self.namespace = namespace
+        self.number = number
+        """Short name inside one store, used in the journal."""
+        self.root = namespace.root()
+        self.layout: KVLayout = namespace.layout
+        self.header_bytes = header_bytes(self.layout)
+        self.frame_bytes = self.header_bytes + align(self.layout.page_bytes)
+        """A frame holds a page as it lies on disk: header, then payload."""
+        self.spans = [self.layout.slice_span(index) for index in range(self.layout.slice_count)]
+        self.rows: dict[BlockKey, int] = {}
+        self.filling: set[BlockKey] = set()
+        """Keys whose first copy is being written into a frame."""
+        self.ghosts: dict[BlockKey, MissReason] = {}
+        self.is_purged = False
+        """Its blocks are gone for good and nothing is taken in any more (R9)."""
+
+    def remember(self, key: BlockKey, reason: MissReason) -> None:
+        """Note why `key` is gone; the oldest note makes room."""
+        ghosts = self.ghosts
+        ghosts.pop(key, None)
+        if len(ghosts) >= GHOSTS_MAX:
+            del ghosts[next(iter(ghosts))]
+        ghosts[key] = reason
+
+
+class Promotion:
+    """A page on its way from ssd to dram, shared by every lease that waits for it."""
+
+    __slots__ = ("extent", "frame", "key", "row", "space", "stamp", "waiters")
+
+    def __init__(self, catalog: Catalog, row: int, frame: Frame, extent: Extent) -> None:
+        self.row = row
+        self.stamp = catalog.stamp[row]
+        self.space = catalog.space[row]
+        self.key = catalog.key[row]
+        self.frame = frame
+        self.extent = extent
+        self.waiters: list[tuple[PageLease, int]] = []
+
+
+class Catalog:
+    """All rows of a store. `space[row]` and so on are the columns."""
+
+    def __init__(self) -> None:
+        self.space: list[Space] = []
+        self.key: list[BlockKey] = []
+        self.parent: list[bytes] = []
+        """Key of the block before, or the namespace's root; the same object as that block's own key."""
+        self.depth = array("I")
+        self.stamp = array("I")
+        """Grows when a row is given up: who remembers a row remembers its stamp."""
+        self.frame: list[Frame | None] = []
+        """Set exactly while a RESIDENT page is in dram (R2)."""
+        self.segment = array("I")
+        """Set, with the three below, exactly while a journaled page is on ssd (R2)."""
+        self.offset = array("I")
+        """In units of 4096 bytes, as `length`."""
+        self.length = array("I")
+        self.header_sum = array("Q")
+        self.is_unwritten = bytearray()
+        """In dram and on its way to ssd: evicting it now would lose it."""
+        self.promotion: dict[int, Promotion] = {}
+        self._free = array("I")
+
+    def __len__(self) -> int:
+        return len(self.key) - len(self._free)
+
+    def add(self, space: Space, key: BlockKey, parent: bytes, depth: int) -> int:
+        """A row for a block, filed under its key."""
+        parent_row = space.rows.get(BlockKey(parent))
+        if parent_row is not None:
+            parent = self.key[parent_row]
+        if self._free:
+            row = self._free.pop()
+            self.space[row], self.key[row], self.parent[row], self.depth[row] = space, key, parent, depth
+        else:
+            row = len(self.key)
+            self.space.append(space)
+            self.key.append(key)
+            self.parent.append(parent)
+            self.depth.append(depth)
+            self.stamp.append(0)
+            self.frame.append(None)
+            self.segment.append(NO_SEGMENT)
+            self.offset.append(0)
+            self.length.append(0)
+            self.header_sum.append(0)
+            self.is_unwritten.append(0)
+        space.rows[key] = row
+        return row
+
+    def extend(
+        self, space: Space, keys: list[BlockKey], parents: list[bytes], puts: NDArray[np.void]
+    ) -> range:
+        """Rows for many blocks of one namespace that are on ssd, none of them known; `puts` has their places."""
+        first, count = len(self.key), len(keys)
+        rows = range(first, first + count)
+        space.rows.update(zip(keys, rows, strict=True))
+        self.key += keys
+        find, known = space.rows.get, self.key
+        # Sharing the parent's object saves 80 bytes a block.
+        self.parent += [
+            known[row] if (row := find(BlockKey(parent))) is not None else parent for parent in parents
+        ]
+        self.space += [space] * count
+        self.frame += [None] * count
+        self.depth.frombytes(_column(puts["depth"], np.uint32))
+        self.segment.frombytes(_column(puts["segment"], np.uint32))
+        self.offset.frombytes(_column(puts["offset"], np.uint32))
+        self.length.frombytes(_column(puts["length"], np.uint32))
+        self.header_sum.frombytes(_column(puts["header_sum"], np.uint64))
+        self.stamp.frombytes(bytes(4 * count))
+        self.is_unwritten.extend(bytes(count))
+        return rows
+
+    def drop(self, row: int) -> None:
+        """Give a row up. No tier holds its block any more and no promotion is under way."""
+        space, key = self.space[row], self.key[row]
+        if space.rows.get(key) == row:
+            del space.rows[key]
+        self.key[row] = BlockKey(b"")
+        self.parent[row] = b""
+        self.stamp[row] = (self.stamp[row] + 1) & 0xFFFFFFFF
+        self.is_unwritten[row] = 0
+        self._free.append(row)
+
+    def is_same(self, row: int, stamp: int) -> bool:
+        """Whether `row` is still the block it was when it had `stamp`."""
+        return self.stamp[row] == stamp
+
+    def parent_row(self, row: int) -> int:
+        """Row of the block before, or -1."""
+        found = self.space[row].rows.get(BlockKey(self.parent[row]))
+        return -1 if found is None else found
+
+    def is_gone(self, row: int) -> bool:
+        """No tier holds the block and none is about to."""
+        return self.frame[row] is None and self.segment[row] == NO_SEGMENT and row not in self.promotion
+
+    def on_segment(self, number: int) -> Sequence[int]:
+        """Rows whose page lies in segment `number`, in no order."""
+        column = np.frombuffer(self.segment, dtype=np.uint32)
+        return np.flatnonzero(column == number).tolist()
+
+
+def _column(values: NDArray[np.generic], dtype: type[np.generic]) -> bytes:
+    return np.ascontiguousarray(values, dtype=dtype).tobytes()

@@ -1,0 +1,134 @@
+"""From the journal's records to the catalog: what the ssd tier holds after a start.
+
+A start costs time by the journal, not by the data, and a journal holds a million records: puts are taken
+side by side, without an object for each. Rules of replay in docs/internals/journal-format.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from workmem.core.keys import BlockKey
+from workmem.core.layout import Namespace
+from workmem.core.outcomes import MissReason
+from workmem.store.arena import ALIGNMENT_BYTES
+from workmem.store.catalog import Catalog, Space
+from workmem.store.tiers.journal import DeleteEntry, DropEntry, NamespaceEntry
+from workmem.store.tiers.segments import SEGMENT_HEADER_BYTES
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from workmem.store.tiers.journal import Record
+
+
+class Replay:
+    """One pass over the records. `segment_bytes` has the size of every usable segment by its number."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        segment_bytes: dict[int, int],
+        open_space: Callable[[Namespace, int], Space],
+        close_space: Callable[[Space], None],
+    ) -> None:
+        self._catalog = catalog
+        self._open_space = open_space
+        self._close_space = close_space
+        self._spaces: dict[int, Space | None] = {}
+        self._ends = np.zeros(max(segment_bytes, default=0) + 1, dtype=np.uint64)
+        """First 4096 bytes behind each segment's end; 0 where there is none."""
+        for number, size in segment_bytes.items():
+            self._ends[number] = size // ALIGNMENT_BYTES
+        self.dropped = 0
+        """Puts that fit no segment or belong to no namespace."""
+
+    @property
+    def spaces(self) -> list[Space]:
+        """Namespaces that are alive at the end."""
+        return [space for space in self._spaces.values() if space is not None]
+
+    @property
+    def is_clean(self) -> bool:
+        """Nothing was said in vain."""
+        return not self.dropped and len(self.spaces) == len(self._spaces)
+
+    def take(self, records: Sequence[Record]) -> None:
+        """Read them all, in order: the last word on a key holds."""
+        for record in records:
+            if isinstance(record, np.ndarray):
+                self._put(record)
+            elif isinstance(record, DeleteEntry):
+                self._delete(record)
+            elif isinstance(record, NamespaceEntry):
+                self._spaces[record.number] = self._space_of(record)
+            elif isinstance(record, DropEntry):
+                self._drop(record.number)
+
+    def rows(self, space: Space) -> list[int]:
+        """Rows of a namespace, the one last spoken of last. Rows are given out in that order."""
+        return sorted(space.rows.values())
+
+    def _space_of(self, entry: NamespaceEntry) -> Space | None:
+        try:
+            namespace = msgspec.json.decode(entry.json, type=Namespace)
+        except msgspec.DecodeError:
+            return None
+        # A namespace that this version reads otherwise than it was written is not the same one.
+        return self._open_space(namespace, entry.number) if namespace.root() == entry.root else None
+
+    def _put(self, puts: NDArray[np.void]) -> None:
+        numbers = np.unique(puts["number"]).tolist()
+        for number in numbers:
+            space = self._spaces.get(number)
+            mine = puts if len(numbers) == 1 else puts[puts["number"] == number]
+            if space is None:
+                self.dropped += len(mine)
+                continue
+            known = mine[self._fits(mine)]
+            self.dropped += len(mine) - len(known)
+            self._add(space, known)
+
+    def _fits(self, puts: NDArray[np.void]) -> NDArray[np.bool_]:
+        """Which puts lie inside a segment that is there."""
+        segment = puts["segment"]
+        ends = self._ends[np.minimum(segment, len(self._ends) - 1)]
+        ends = np.where(segment < len(self._ends), ends, 0)
+        offset, length = puts["offset"].astype(np.uint64), puts["length"].astype(np.uint64)
+        return (offset >= SEGMENT_HEADER_BYTES // ALIGNMENT_BYTES) & (length > 0) & (offset + length <= ends)
+
+    def _add(self, space: Space, puts: NDArray[np.void]) -> None:
+        keys: list[BlockKey] = puts["key"].tolist()
+        if len(set(keys)) < len(keys):
+            # Twice in one go: one by one, so that the last word holds.
+            for at in range(len(puts)):
+                self._add(space, puts[at : at + 1])
+            return
+        if not space.rows.keys().isdisjoint(keys):
+            for key in keys:
+                self._forget(space, key)
+        self._catalog.extend(space, keys, puts["parent"].tolist(), puts)
+
+    def _delete(self, entry: DeleteEntry) -> None:
+        space = self._spaces.get(entry.number)
+        if space is not None and self._forget(space, BlockKey(entry.key)):
+            space.remember(BlockKey(entry.key), MissReason.EVICTED)
+
+    def _drop(self, number: int) -> None:
+        space = self._spaces.pop(number, None)
+        if space is not None:
+            for key in list(space.rows):
+                self._forget(space, key)
+            self._close_space(space)
+
+    def _forget(self, space: Space, key: BlockKey) -> bool:
+        row = space.rows.get(key)
+        if row is None:
+            return False
+        self._catalog.segment[row] = 0
+        self._catalog.drop(row)
+        return True

@@ -9,11 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workmem.policy.order import NO_ROW, EvictionOrder
+from workmem.policy.lru import Lru
+from workmem.policy.s3fifo import S3Fifo
 from workmem.policy.segmented_lru import SegmentedLru
 
 ORDERS: dict[str, Callable[[], EvictionOrder]] = {
     "segmented_lru": lambda: SegmentedLru(1 << 40),
     "segmented_lru_tight": lambda: SegmentedLru(6),
+    "lru": Lru,
+    "s3fifo": lambda: S3Fifo(1 << 40),
+    "s3fifo_tight": lambda: S3Fifo(40),
 }
 
 

@@ -3,10 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from typing import Protocol
 
 NO_ROW = -1
 """In place of a row: no parent in this tier, nothing to evict."""
+
+
+class Prospect(IntEnum):
+    """What is known of a block's next use. Advice: an order may pass over it."""
+
+    UNKNOWN = 0
+    DONE = 1
+    """Its session ended, its group was dropped: nobody is going to ask for it."""
+    EXPECTED = 2
+    """A next use is announced. Lasts until that use, or until the order has aged past it."""
+    PINNED = 3
+    """Somebody pinned it, within a budget (`policy.pins`): goes after everything that is not."""
+
+
+class Loss(IntEnum):
+    """What an eviction would cost whoever needs the block next."""
+
+    RECOMPUTE = 0
+    """The only copy."""
+    RELOAD = 1
+    """Another tier holds it: a read brings it back."""
 
 
 class EvictionOrder(Protocol):
@@ -19,10 +41,11 @@ class EvictionOrder(Protocol):
         """Blocks in the order."""
         ...
 
-    def insert(self, row: int, parent: int, size: int) -> None:
+    def insert(self, row: int, parent: int, size: int, *, is_back: bool = False) -> None:
         """A block became resident.
 
         `parent` is the row of the block before it if that one is in this order, else -1; `size` in bytes.
+        `is_back`: it left this tier not long ago (see `policy.ghosts`).
         """
         ...
 
@@ -32,6 +55,12 @@ class EvictionOrder(Protocol):
 
     def touch(self, rows: Sequence[int]) -> None:
         """Blocks of one prefix were used again, root first. May be kept for later, within a bound."""
+        ...
+
+    def advise(
+        self, rows: Sequence[int], *, prospect: Prospect | None = None, loss: Loss | None = None
+    ) -> None:
+        """Facts about blocks that are here; None leaves what was said before. An order may ignore all of it."""
         ...
 
     def remove(self, row: int) -> None:

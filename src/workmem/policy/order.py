@@ -1,0 +1,80 @@
+"""What a tier asks of an eviction order. Blocks are row numbers; orders are pure: no clock, no lock, no bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import Protocol
+
+NO_ROW = -1
+"""In place of a row: no parent in this tier, nothing to evict."""
+
+
+class Prospect(IntEnum):
+    """What is known of a block's next use. Advice: an order may pass over it."""
+
+    UNKNOWN = 0
+    DONE = 1
+    """Its session ended, its group was dropped: nobody is going to ask for it."""
+    EXPECTED = 2
+    """A next use is announced. Lasts until that use, or until the order has aged past it."""
+    PINNED = 3
+    """Somebody pinned it, within a budget (`policy.pins`): goes after everything that is not."""
+
+
+class Loss(IntEnum):
+    """What an eviction would cost whoever needs the block next."""
+
+    RECOMPUTE = 0
+    """The only copy."""
+    RELOAD = 1
+    """Another tier holds it: a read brings it back."""
+
+
+class EvictionOrder(Protocol):
+    """Which block leaves a tier next. Implementations are in this package; their rules in docs/internals/eviction.md."""
+
+    held_skips: int
+    """How often a victim was passed over because it was held (R4)."""
+
+    def __len__(self) -> int:
+        """Blocks in the order."""
+        ...
+
+    def insert(self, row: int, parent: int, size: int, *, is_back: bool = False) -> None:
+        """A block became resident.
+
+        `parent` is the row of the block before it if that one is in this order, else -1; `size` in bytes.
+        `is_back`: it left this tier not long ago (see `policy.ghosts`).
+        """
+        ...
+
+    def restore(self, rows: Sequence[int], parents: Sequence[int], sizes: Sequence[int]) -> None:
+        """Insert many blocks at once, least recent first. A parent may come after its children."""
+        ...
+
+    def touch(self, rows: Sequence[int]) -> None:
+        """Blocks of one prefix were used again, root first. May be kept for later, within a bound."""
+        ...
+
+    def advise(
+        self, rows: Sequence[int], *, prospect: Prospect | None = None, loss: Loss | None = None
+    ) -> None:
+        """Facts about blocks that are here; None leaves what was said before. An order may ignore all of it."""
+        ...
+
+    def remove(self, row: int) -> None:
+        """A block left, whatever the reason. Its number may come back with the next `insert`."""
+        ...
+
+    def pick(self, is_held: Callable[[int], bool]) -> int:
+        """The next victim, which stays until `remove`; -1 when there is none.
+
+        Only blocks without children in this order are candidates (R7). Held ones met on the way are
+        parked: they are not asked about again before `unpark` or their next use (R4).
+        """
+        ...
+
+    def unpark(self, row: int) -> None:
+        """A block is no longer held. Does nothing unless it is parked."""
+        ...

@@ -1,0 +1,254 @@
+"""Blocks of a tier in doubly linked rings, by row: what every eviction order here is made of.
+
+Columns of numbers, 21 bytes per block, no object per block. A block that cannot leave is taken out of its
+ring when it comes up as a victim, so no pick meets it twice. Rules E1-E9: docs/internals/eviction.md.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+
+from workmem.policy.order import NO_ROW, Loss, Prospect
+
+PENDING_MAX = 1 << 13
+"""Touched rows that may wait: taking them in costs some 5 ms, the longest that a touch may last."""
+
+PRESENT, REUSED, PARKED, HELD = 1, 2, 4, 8
+"""Flags of a row. Parked: outside its ring. Held: and waiting for `unpark`."""
+
+
+class Rings:
+    """Base of the orders. Each ring runs through an end (positions 0 to `ends` - 1), so no link is ever missing.
+
+    `_older[end]` is the newest of a ring and `_newer[end]` its oldest, the next victim. A subclass says
+    what a use changes (`_use`) and, where there is more than one ring, which of them a block enters
+    (`_ring_of_new`) and returns to (`_ring_of`), and in which order they give victims (`_victim_rings`).
+    """
+
+    def __init__(self, ends: int) -> None:
+        self._first = ends
+        """Position of row 0."""
+        self._older = array("i", range(ends))
+        self._newer = array("i", range(ends))
+        self._parent = array("i")
+        self._children = array("I")
+        self._size = array("I")
+        self._flags = bytearray()
+        self._pending: list[int] = []
+        self._count = 0
+        self._last = NO_ROW
+        """The row inserted last, while it lies where it was put."""
+        self._last_end = 0
+        self.held_skips = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def insert(self, row: int, parent: int, size: int, *, is_back: bool = False) -> None:
+        """See `EvictionOrder.insert`."""
+        if self._pending:
+            self._take_in()
+        if row >= len(self._flags):
+            self._reach(row)
+        if self._children[row]:
+            self._orphan(row)
+        assert not self._flags[row], f"row {row} is inserted twice"
+        self._flags[row] = PRESENT
+        self._parent[row] = parent
+        self._size[row] = size
+        self._count += 1
+        if parent != NO_ROW:
+            assert self._flags[parent], f"parent {parent} of row {row} is not in this order"
+            self._children[parent] += 1
+        end = self._ring_of_new(row, parent, is_back=is_back)
+        # A chain that comes in one go lies root to leaf (E3).
+        behind_parent = parent != NO_ROW and parent == self._last and end == self._last_end
+        self._link(row + self._first, parent + self._first if behind_parent else end)
+        self._last = row
+        self._last_end = end
+
+    def restore(self, rows: Sequence[int], parents: Sequence[int], sizes: Sequence[int]) -> None:
+        """See `EvictionOrder.restore`. All of them count as never reused."""
+        if self._pending:
+            self._take_in()
+        if not rows:
+            return
+        self._reach(max(rows))
+        if self._count:
+            for row in rows:
+                if self._children[row]:
+                    self._orphan(row)
+        self._last = NO_ROW
+        flags, parent_of, size_of, children = self._flags, self._parent, self._size, self._children
+        older, newer, first = self._older, self._newer, self._first
+        end = self._ring_of_restored(rows, sizes)
+        newest = older[end]
+        for row, parent, size in zip(rows, parents, sizes, strict=True):
+            assert not flags[row], f"row {row} is inserted twice"
+            flags[row] = PRESENT
+            parent_of[row] = parent
+            size_of[row] = size
+            position = row + first
+            older[position] = newest
+            newer[newest] = position
+            newest = position
+        newer[newest] = end
+        older[end] = newest
+        self._count += len(rows)
+        for parent in parents:
+            if parent != NO_ROW:
+                assert flags[parent], f"parent {parent} of a restored row is not in this order"
+                children[parent] += 1
+
+    def touch(self, rows: Sequence[int]) -> None:
+        """See `EvictionOrder.touch`. Rows that are not here are passed over."""
+        self._pending.extend(reversed(rows))
+        if len(self._pending) > PENDING_MAX:
+            self._take_in()
+
+    def advise(
+        self, rows: Sequence[int], *, prospect: Prospect | None = None, loss: Loss | None = None
+    ) -> None:
+        """See `EvictionOrder.advise`. Ignored here."""
+
+    def remove(self, row: int) -> None:
+        """See `EvictionOrder.remove`."""
+        if self._pending:
+            self._take_in()
+        flags = self._flags[row]
+        assert flags, f"row {row} is not in this order"
+        if not flags & PARKED:
+            self._unlink(row + self._first)
+        self._forget(row)
+        self._flags[row] = 0
+        self._count -= 1
+        if row == self._last:
+            self._last = NO_ROW
+        parent = self._parent[row]
+        if parent == NO_ROW:
+            return
+        self._parent[row] = NO_ROW
+        left = self._children[parent] - 1
+        self._children[parent] = left
+        if not left and self._flags[parent] & (PARKED | HELD) == PARKED:
+            self._return(parent)
+
+    def pick(self, is_held: Callable[[int], bool]) -> int:
+        """See `EvictionOrder.pick`."""
+        if self._pending:
+            self._take_in()
+        for end in self._victim_rings():
+            while (position := self._newer[end]) != end:
+                row = position - self._first
+                if self._children[row]:
+                    self._flags[row] |= PARKED
+                elif self._spare(row):
+                    continue
+                elif is_held(row):
+                    self._flags[row] |= PARKED | HELD
+                    self.held_skips += 1
+                else:
+                    return row
+                self._unlink(position)
+                self._last = NO_ROW
+        return NO_ROW
+
+    def unpark(self, row: int) -> None:
+        """See `EvictionOrder.unpark`."""
+        if self._flags[row] & HELD:
+            self._flags[row] &= ~HELD
+            if not self._children[row]:
+                self._return(row)
+
+    def _ring_of_new(self, row: int, parent: int, *, is_back: bool) -> int:  # noqa: ARG002 - for subclasses
+        """The ring that a new block enters."""
+        return 0
+
+    def _ring_of_restored(self, rows: Sequence[int], sizes: Sequence[int]) -> int:  # noqa: ARG002 - as above
+        """The one ring that restored blocks enter."""
+        return 0
+
+    def _ring_of(self, row: int) -> int:  # noqa: ARG002 - as above
+        """The ring that a parked block returns to, as its oldest (E5)."""
+        return 0
+
+    def _victim_rings(self) -> Iterable[int]:
+        """Ends of the rings in the order in which they give victims."""
+        return range(self._first)
+
+    def _use(self, rows: Sequence[int]) -> None:
+        """Used blocks, least recent first. Parked ones go back into a ring, whoever holds them (E4)."""
+        raise NotImplementedError
+
+    def _spare(self, row: int) -> bool:  # noqa: ARG002 - as above
+        """Whether a victim was moved elsewhere instead of leaving."""
+        return False
+
+    def _forget(self, row: int) -> None:
+        """A block leaves: take it out of whatever a subclass counts."""
+
+    def _renew(self, rows: Sequence[int], end: int) -> None:
+        """Make blocks the newest of a ring, the last one given the newest of all."""
+        older, newer, flags, first = self._older, self._newer, self._flags, self._first
+        for row in rows:
+            position = row + first
+            if flags[row] & PARKED:
+                flags[row] &= ~(PARKED | HELD)
+            else:
+                before, after = older[position], newer[position]
+                older[after] = before
+                newer[before] = after
+            before = older[end]
+            older[end] = position
+            newer[position] = end
+            older[position] = before
+            newer[before] = position
+
+    def _link(self, position: int, newer: int) -> None:
+        """Put a position on the older side of another."""
+        older = self._older[newer]
+        self._older[newer] = position
+        self._newer[position] = newer
+        self._older[position] = older
+        self._newer[older] = position
+
+    def _unlink(self, position: int) -> None:
+        older, newer = self._older[position], self._newer[position]
+        self._older[newer] = older
+        self._newer[older] = newer
+
+    def _return(self, row: int) -> None:
+        """A parked row may leave again: it was the oldest when it was parked (E5)."""
+        self._flags[row] &= ~PARKED
+        self._link(row + self._first, self._newer[self._ring_of(row)])
+        self._last = NO_ROW
+
+    def _take_in(self) -> None:
+        """Apply the touches that waited: per prefix the root is the most recent (E4)."""
+        newest_first = list(dict.fromkeys(reversed(self._pending)))
+        self._pending.clear()
+        self._last = NO_ROW
+        flags, rows = self._flags, len(self._flags)
+        self._use([row for row in reversed(newest_first) if row < rows and flags[row]])
+
+    def _reach(self, row: int) -> None:
+        missing = row + 1 - len(self._flags)
+        if missing > 0:
+            zeros = bytes(4 * missing)
+            for column in (self._older, self._newer, self._parent, self._children, self._size):
+                column.frombytes(zeros)
+            self._flags.extend(bytes(missing))
+
+    def _orphan(self, row: int) -> None:
+        """Cut the children of a block that left before them, now that its number comes back (E8)."""
+        wanted = re.compile(re.escape(row.to_bytes(4, sys.byteorder)))
+        start = 0
+        while self._children[row] and (found := wanted.search(self._parent, start)):
+            start = found.start() + 1
+            if found.start() % 4 == 0 and self._flags[found.start() // 4]:
+                self._parent[found.start() // 4] = NO_ROW
+                self._children[row] -= 1
+        assert not self._children[row], f"row {row} is said to have children that name another parent"

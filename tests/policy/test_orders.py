@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workmem.policy.order import NO_ROW, EvictionOrder
 from workmem.policy.lru import Lru
+from workmem.policy.order import NO_ROW, EvictionOrder
 from workmem.policy.s3fifo import S3Fifo
 from workmem.policy.segmented_lru import SegmentedLru
 

@@ -113,7 +113,7 @@ def test_torn_write_is_never_seen(kit, plan):
     assert again.gauges()["store_quarantines_total"] == 0
 
 
-@pytest.mark.parametrize("at", [0, 8, 20, 100, 200, 4095, 4096, 4096 + 70_000, 4096 + 196_607])
+@pytest.mark.parametrize("at", [0, 8, 20, 100, 200, 4087, 4096, 4096 + 70_000, 4096 + 196_607])
 def test_flipped_bit_on_disk_is_a_miss_and_quarantined(kit, at):
     chain = Chain(namespace("sliced", SLICED), 3)
     store = kit.open()
@@ -223,7 +223,7 @@ def test_frame_padding_carries_nothing_of_a_former_page(kit):
     size = odd.layout.page_bytes
     (file,) = (kit.folder / "segments").iterdir()
     raw = file.read_bytes()[-8192:]
-    assert raw[:8] == b"WMPAGE\x00\x01"
+    assert raw[:8] == b"WMPAGE\x00\x02"
     assert raw[4096 + size :] == bytes(4096 - size)
 
 

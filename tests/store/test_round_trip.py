@@ -222,7 +222,7 @@ def test_evicted_block_is_told_from_one_never_seen(kit):
 
 
 def test_save_without_room_is_dropped_with_an_event(kit):
-    store = kit.open(ssd=0, dram="64KiB")
+    store = kit.open(ssd=0, dram="128KiB")
     held = Chain(namespace(), 16, seed=1)
     held.save(store)
     lease = store.lease(held.root, held.keys, owner="t", ttl_s=60)
@@ -235,7 +235,7 @@ def test_save_without_room_is_dropped_with_an_event(kit):
 
 
 def test_lease_larger_than_dram_raises_and_leaks_nothing(kit):
-    store = kit.open(dram="64KiB")
+    store = kit.open(dram="128KiB")
     chain = Chain(namespace(), 40)
     for start in range(0, 40, 4):
         store.register(chain.space)
@@ -250,7 +250,7 @@ def test_lease_larger_than_dram_raises_and_leaks_nothing(kit):
 
 
 def test_expired_lease_gives_its_pages_back_by_itself(kit, hand_clock):
-    store = kit.open(ssd=0, dram="64KiB", clock=hand_clock)
+    store = kit.open(ssd=0, dram="128KiB", clock=hand_clock)
     held = Chain(namespace(), 16, seed=1)
     held.save(store)
     lease = store.lease(held.root, held.keys, owner="gone", ttl_s=5)
@@ -274,7 +274,7 @@ def test_quarantined_page_is_corrupt_until_saved_again(store):
     lease.quarantine(1)
     found = store.lookup(chain.root, chain.keys)
     assert (found.blocks, found.reason) == (1, MissReason.CORRUPT)
-    assert store.gauges()["store_dram_quarantined_bytes"] == 4096
+    assert store.gauges()["store_dram_quarantined_bytes"] == 2 * 4096
     lease.release()
     assert store.gauges()["store_dram_quarantined_bytes"] == 0
     states = chain.save(store)

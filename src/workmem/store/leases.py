@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from workmem.core.clock import Clock
 from workmem.core.errors import CapacityError, LeaseError
@@ -139,9 +139,10 @@ class LeaseTable:
     def _pin_prefix(self, space: Space, lease: PageLease) -> list[int]:
         """Pin what of the prefix is in dram; returns the indices of what is on ssd."""
         catalog, reads_ssd = self._state.catalog, self._state.reads_ssd
-        rows = list(map(space.rows.get, lease.keys))
-        if None in rows:
-            del rows[rows.index(None) :]
+        found = list(map(space.rows.get, lease.keys))
+        if None in found:
+            del found[found.index(None) :]
+        rows = cast("list[int]", found)
         held = [catalog.frame[row] for row in rows]
         awaited: list[int] = []
         if None in held:
@@ -196,7 +197,7 @@ class LeaseTable:
         lease.ended = "refused"
 
     def _no_room(self, lease: PageLease) -> CapacityError:
-        need = len(lease.rows) * lease.layout.page_bytes
+        need = len(lease.rows) * self._state.catalog.space[lease.rows[0]].frame_bytes
         limit = self._state.frames.capacity_bytes
         self._state.counts["leases_refused"] += 1
         self._state.outbox.tell(

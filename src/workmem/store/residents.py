@@ -21,7 +21,7 @@ from workmem.store.frames import NO_OWNER, Frame, FrameState, FrameTable
 from workmem.store.outbox import Outbox
 from workmem.store.tiers.page_header import GENERATION_BYTES, blank, tokens_of
 
-PROTECTED_SHARE = 0.8
+PROTECTED_SHARE = 0.8  # what is left lets a scan recycle its own places (R8)
 """Of a tier that reused blocks may fill: the rest is where new blocks prove themselves."""
 
 
@@ -203,6 +203,9 @@ class Residents:
         if catalog.frame[row] is not None:
             frame = self._detach(row, FrameState.QUARANTINED)
             if frame.pins == 0:
+                if catalog.space[row].is_purged:
+                    with self.arena.writable(frame.offset, frame.size) as page:
+                        page[:] = bytes(frame.size)
                 self.frames.free(frame)
         if catalog.segment[row] != NO_SEGMENT:
             self.drop_extent(row)

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from workmem.core.events import BlockAdmitted, BlockEvicted
+from workmem.core.keys import BlockKey
 from workmem.core.outcomes import MissReason, TierName
 from workmem.policy.order import NO_ROW, EvictionOrder
 from workmem.policy.segmented_lru import SegmentedLru
@@ -69,6 +70,7 @@ class SsdIndex:
         self.live_bytes = 0
         self.page_count = 0
         self._deletes: list[Entry] = []
+        self._erasures: set[int] = set()
         self.extent_bytes_max = capacity_bytes
         """A page that takes more can never be kept; it stays in dram only."""
         state.drop_extent = self._strike
@@ -172,8 +174,19 @@ class SsdIndex:
 
     @property
     def has_deletes(self) -> bool:
-        """Something waits to be struck out."""
-        return bool(self._deletes)
+        """Something waits to be struck out, or erased."""
+        return bool(self._deletes or self._erasures)
+
+    def take_erasures(self) -> list[Segment]:
+        """Segments that hold pages of a purged namespace: what else is in them is to move, and they are to go."""
+        with self._state.outbox:
+            numbers, self._erasures = self._erasures, set()
+            return [self.segments[number] for number in sorted(numbers) if number in self.segments]
+
+    def return_erasures(self, segments: Sequence[Segment]) -> None:
+        """They could not be erased; try again later."""
+        with self._state.outbox:
+            self._erasures.update(segment.number for segment in segments)
 
     def drop_space(self, space: Space) -> None:
         """A purged namespace leaves the journal in one word."""
@@ -187,8 +200,8 @@ class SsdIndex:
         """Rows of one namespace that replay put into the catalog, the least recent first."""
         catalog = self._catalog
         with self._state.outbox:
-            found = map(space.rows.get, map(catalog.parent.__getitem__, rows))
-            parents = [NO_ROW if row is None else row for row in found]
+            find, parent = space.rows.get, catalog.parent
+            parents = [find(BlockKey(parent[row]), NO_ROW) for row in rows]
             lengths = np.frombuffer(catalog.length, dtype=np.uint32)[list(rows)].astype(np.int64)
             numbers = np.frombuffer(catalog.segment, dtype=np.uint32)[list(rows)]
             sizes = (lengths * ALIGNMENT_BYTES).tolist()
@@ -354,7 +367,9 @@ class SsdIndex:
         self.page_count -= 1
         self.order.remove(row)
         space = catalog.space[row]
-        if not space.is_purged:
+        if space.is_purged:
+            self._erasures.add(segment.number)
+        else:
             self._deletes.append(DeleteEntry(space.number, catalog.key[row]))
 
 

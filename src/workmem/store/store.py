@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -92,6 +92,11 @@ class Store:
     ) -> None:
         self.close()
 
+    @property
+    def arena(self) -> Arena:
+        """The memory that all pages pass through."""
+        return self._arena
+
     def register(self, namespace: Namespace) -> bytes:
         """See `KVStore.register`."""
         return self._pool.add_space(namespace)[0].root
@@ -125,6 +130,21 @@ class Store:
                 )
         self._saver.put(space, pages)
 
+    def purge(self, chosen: Callable[[Namespace], bool]) -> int:
+        """Take out every namespace that `chosen` accepts: a tenant, a model, an epoch. Returns the blocks.
+
+        From the first moment none of its blocks is a hit (R9). On return the frames are zeroed; the bytes
+        on ssd are gone once `flush` has returned True. A namespace may be used again at once, empty.
+        """
+        spaces = self._pool.purge(chosen)
+        count = 0
+        for space in spaces:
+            count += len(space.rows)
+            if self._tier is not None:
+                self._tier.index.drop_space(space)
+            self._pool.sweep(space)
+        return count
+
     def dram_capacity_bytes(self) -> int:
         """See `KVStore.dram_capacity_bytes`. Counted for the largest registered page."""
         sizes = {
@@ -144,9 +164,13 @@ class Store:
         pool = self._pool.state
         with pool.outbox:
             left = max(0.0, until - self._clock.monotonic())
-            return pool.outbox.changed.wait_for(
-                lambda: not pool.unwritten and not pool.writes_in_flight, left
-            )
+            return pool.outbox.changed.wait_for(self._is_settled, left)
+
+    def _is_settled(self) -> bool:
+        pool = self._pool.state
+        if pool.unwritten or pool.writes_in_flight:
+            return False
+        return self._tier is None or self._breaker.writes_open or not self._tier.index.has_deletes
 
     def gauges(self) -> dict[str, float]:
         """See `KVStore.gauges`."""

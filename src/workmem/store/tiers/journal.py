@@ -251,7 +251,7 @@ class Journal:
         self.record_count = count_records(entries)
         self.is_broken = False
 
-    def _replay(self, raw: bytes) -> list[Entry]:
+    def _replay(self, raw: bytes) -> list[Record]:
         entries: list[Record] = []
         at = _FILE.size
         while at + _BATCH.size <= len(raw):

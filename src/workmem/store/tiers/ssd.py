@@ -173,9 +173,23 @@ class SsdTier:
             self._announce_all()
         if self.index.has_deletes:
             self._append([])
+        self._erase()
         for segment in list(self.index.segments.values()):
             if segment.is_sealed and not segment.page_count:
                 self._remove(segment)
+
+    def _erase(self) -> None:
+        """Bytes of a purged namespace leave the disk: what else lies beside them is written again first (R9)."""
+        left = self.index.take_erasures()
+        try:
+            while left:
+                self._seal(left[-1])
+                if left[-1].page_count:
+                    self._compact(left[-1])
+                left.pop()
+        except OSError:
+            self.index.return_erasures(left)
+            raise
 
     def probe(self) -> None:
         """Write something that does no harm. Raises OSError while the disk refuses."""
@@ -199,7 +213,7 @@ class SsdTier:
             for space in list(self._pool.state.spaces.values())
             if space.number not in self._announced
         ]
-        batch: list[Record] = [*news, *deletes, *entries]
+        batch: list[Record] = [*deletes, *news, *entries]
         if not batch:
             return
         try:

@@ -1,0 +1,132 @@
+"""A purged tenant or epoch: no hit from the first moment, and nothing left of it afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+from workmem.core.layout import Namespace
+from workmem.core.outcomes import MissReason
+from workmem.store.contract import PageWrite, SaveState
+from workmem.testing.pages import SMALL, Chain, namespace, page_bytes, read_all
+
+
+def tenant(name: str) -> Namespace:
+    return Namespace(model_fingerprint="model", layout=SMALL, tenant_salt=name)
+
+
+def of(name: str):
+    return lambda space: space.tenant_salt == name
+
+
+def on_disk(kit) -> bytes:
+    return b"".join(file.read_bytes() for file in (kit.folder / "segments").iterdir())
+
+
+def test_purge_is_complete_on_disk_and_in_memory(kit):
+    store = kit.open(io="buffered")
+    mine, other = Chain(tenant("mine"), 12, seed=1), Chain(tenant("other"), 12, seed=1)
+    # In turns, so that they share their segments.
+    for index in range(12):
+        for chain in (mine, other):
+            store.register(chain.space)
+            store.save(chain.root, chain.writes(indices=[index]))
+    assert store.flush(20)
+    secret = page_bytes(mine.keys[3], SMALL)[:64]
+    assert secret in on_disk(kit)
+    assert store.purge(of("mine")) == 12
+    assert store.lookup(mine.root, mine.keys).blocks == 0
+    assert store.lookup(mine.root, mine.keys).reason is MissReason.COLD
+    arena = store.arena
+    assert secret not in bytes(arena.readable(0, arena.capacity_bytes))
+    assert store.flush(20)
+    assert secret not in on_disk(kit)
+    assert read_all(store, other.root, other.keys) == 12
+    store.close()
+    again = kit.open(io="buffered")
+    for chain in (mine, other):
+        again.register(chain.space)
+    assert again.lookup(mine.root, mine.keys).blocks == 0
+    assert read_all(again, other.root, other.keys) == 12
+
+
+def test_a_purged_namespace_may_be_used_again_at_once(kit):
+    store = kit.open()
+    chain = Chain(tenant("mine"), 4)
+    chain.save(store)
+    store.purge(of("mine"))
+    assert chain.save(store) == [SaveState.STORED] * 4
+    assert read_all(store, chain.root, chain.keys) == 4
+    store.close()
+    again = kit.open()
+    again.register(chain.space)
+    assert read_all(again, chain.root, chain.keys) == 4
+
+
+def test_purge_by_epoch_leaves_newer_weights_alone(kit):
+    store = kit.open()
+    chains = [
+        Chain(Namespace(model_fingerprint="m", layout=SMALL, weights_epoch=epoch), 3, seed=epoch)
+        for epoch in range(3)
+    ]
+    for chain in chains:
+        chain.save(store)
+    assert store.purge(lambda space: space.weights_epoch < 2) == 6
+    assert [store.lookup(chain.root, chain.keys).blocks for chain in chains] == [0, 0, 3]
+
+
+def test_saves_and_loads_under_way_do_not_survive_a_purge(kit):
+    store = kit.open(dram="256KiB")
+    chain = Chain(tenant("mine"), 8)
+    chain.save(store)
+    for seed in range(10, 20):
+        Chain(namespace(), 8, seed=seed).save(store)
+    # Pages that only ssd has are on their way to dram while the purge comes.
+    lease = store.lease(chain.root, chain.keys, owner="t", ttl_s=60)
+    late = Chain(tenant("mine"), 1, seed=77)
+    states: list[SaveState] = []
+
+    def copy_into(view: memoryview) -> None:
+        store.purge(of("mine"))
+        view[:] = page_bytes(late.keys[0], SMALL)
+
+    store.save(late.root, [PageWrite(late.block(0), copy_into, states.append)])
+    assert store.flush(20)
+    assert states == [SaveState.DROPPED]
+    lease.release()
+    assert store.lookup(late.root, late.keys).blocks == 0
+    assert store.lookup(chain.root, chain.keys).blocks == 0
+    assert store.flush(20)
+    store.audit()
+    assert store.gauges()["store_dram_quarantined_bytes"] == 0
+
+
+def test_purge_holds_after_a_kill(kit):
+    script = f"""
+    import os, signal
+    from workmem.store.config import DramConfig, SsdConfig, StoreConfig
+    from workmem.store.store import Store
+    from workmem.testing.pages import SMALL, Chain
+    from workmem.core.layout import Namespace
+    ssd = SsdConfig(path={str(kit.folder)!r}, bytes="16MiB")
+    store = Store(StoreConfig(dram=DramConfig(bytes="1MiB"), ssd=ssd))
+    chains = [Chain(Namespace(model_fingerprint="model", layout=SMALL, tenant_salt=n), 6) for n in ("mine", "other")]
+    for chain in chains:
+        chain.save(store)
+    store.purge(lambda space: space.tenant_salt == "mine")
+    assert store.flush(20)
+    os.kill(os.getpid(), signal.SIGKILL)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], env=os.environ.copy(), timeout=60, check=False
+    )
+    assert done.returncode == -signal.SIGKILL
+    store = kit.open()
+    mine, other = Chain(tenant("mine"), 6), Chain(tenant("other"), 6)
+    for chain in (mine, other):
+        store.register(chain.space)
+    assert store.lookup(mine.root, mine.keys).blocks == 0
+    assert read_all(store, other.root, other.keys) == 6

@@ -18,6 +18,7 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 
 _COLOURS = ("#3b6ea5", "#8fb3d9", "#d1495b", "#5c946e", "#a3c9a8", "#8d6a9f")
+_OURS = "workmem"
 _SOURCES = ("cold", "vram", "dram", "ssd")
 _LABELS = {"cold": "computed", "vram": "vram hit", "dram": "dram hit", "ssd": "ssd hit after a restart"}
 
@@ -84,6 +85,45 @@ def plot_restart(result: dict[str, Any]) -> plt.Figure:
     return figure
 
 
+def plot_store(result: dict[str, Any]) -> plt.Figure:
+    """Rate of each store over the block size with one client; one row for memory, one for disk, operations side by side."""
+    ops = ("get", "get64", "mixed", "put", "put64")
+    figure, panels = plt.subplots(2, len(ops), figsize=(15, 7), layout="constrained", sharey="row")
+    for line, medium in zip(panels, ("dram", "ssd"), strict=True):
+        names = [name for name, about in result["systems"].items() if about["medium"] == medium]
+        for panel, op in zip(line, ops, strict=True):
+            for name, colour in zip(names, _COLOURS, strict=False):
+                rows = [
+                    row
+                    for row in result["rows"]
+                    if row["system"] == name and row["op"] == op and row["clients"] == 1 and "of" in row
+                ]
+                _rate_line(panel, rows, name, colour)
+            panel.set_title(f"{op}, {medium}", fontsize="medium")
+            panel.set_xscale("log", base=2)
+            panel.set_yscale("log")
+            panel.set_xticks(sizes := sorted({row["size"] for row in result["rows"]}))
+            panel.set_xticklabels([f"{n >> 20} MiB" if n >= 1 << 20 else f"{n >> 10} KiB" for n in sizes])
+            panel.minorticks_off()
+        line[0].set_ylabel("GB/s")
+        line[-1].legend(fontsize="small", frameon=False)
+    figure.suptitle(
+        f"{result['machine']['cpu']}, {result['machine']['cores']} cores; grey: memcpy by the same thread beside {_OURS}"
+    )
+    return figure
+
+
+def _rate_line(panel: Any, rows: list[dict[str, Any]], name: str, colour: str) -> None:
+    """One store; beside ours, the copies that alternated with it."""
+    sizes = [row["size"] for row in rows]
+    rates = [row["bytes_per_s"]["median"] / 1e9 for row in rows]
+    is_ours = name.startswith(_OURS)
+    panel.plot(sizes, rates, marker="o", color=colour, label=name, linewidth=2.2 if is_ours else 1.2)
+    if is_ours:
+        copied = [rate / row["of"]["memcpy"]["median"] for rate, row in zip(rates, rows, strict=True)]
+        panel.plot(sizes, copied, color="#999999", linestyle=":", label="memcpy")
+
+
 def _bars(
     panel: Any, places: list[float], values: list[dict[str, float]], width: float, label: str, colour: str
 ) -> None:
@@ -94,7 +134,11 @@ def _bars(
     panel.bar(places, medians, width, yerr=(below, above), error_kw=errors, label=label, color=colour)
 
 
-_PLOTS: dict[str, Callable[[dict[str, Any]], plt.Figure]] = {"engine": plot_engine, "restart": plot_restart}
+_PLOTS: dict[str, Callable[[dict[str, Any]], plt.Figure]] = {
+    "engine": plot_engine,
+    "restart": plot_restart,
+    "store": plot_store,
+}
 
 
 def main() -> None:

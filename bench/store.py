@@ -1,0 +1,502 @@
+r"""The store's tiers beside memory, disk and other stores, on the same bytes and in the same minutes.
+
+    python bench/store.py --quick --redis /usr/bin/redis-server --lmdb-python VENV/bin/python \
+        --mooncake-python VENV/bin/python --lmcache-python VENV/bin/python --vllm-python VENV/bin/python
+
+Every system is a process driven by one loop (`store_peers/driver.py`), at one block size at a time: it fills its
+memory (or a folder), then each operation alternates with copies of as many bytes by the same threads. Ratios are
+taken between neighbouring slices of one thread, so that what the machine does beside weighs on both sides.
+
+A second client is a second thread of the same process; for Redis and Mooncake over TCP it has the same server.
+What a get moves ends in the caller's memory, what a put stores begins there. A system that cannot start is listed
+as absent with its error. A run that is ended early goes on when the same command runs again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from harness import RESULTS, Budget, Journal, environment, in_turns, spread, write_result
+from rich.console import Console
+from rich.table import Table
+from store_peers.process import StoreWorker
+from systems import System, WorkerFailed
+
+PEERS = Path(__file__).parent / "store_peers"
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+SIZES = (64 * KIB, 360 * KIB, 2 * MIB, 8 * MIB)
+OPS = ("get", "get64", "mixed", "put", "put64")
+"""Reads first: what is read was written last, and no store has evicted it yet."""
+OURS = {"dram": "workmem dram", "ssd": "workmem ssd"}
+COPY_BOUND, DISK_BOUND = 0.85, 0.85
+"""Reach of a get or put: of a copy with the checksum of its destination, and of the raw disk."""
+LOOKUP_BOUND_US = 100.0
+ECHO_BOUNDS = {32: 3.0, 512: 8.0}
+REPLAY_BOUND_S = 3.0
+RECORD_BOUND_BYTES = 300
+START_S = 120.0
+
+
+class Mode(NamedTuple):
+    """What fits into which time."""
+
+    name: str
+    sizes: tuple[int, ...]
+    clients: dict[str, tuple[int, ...]]
+    """For each operation, with how many clients it is measured."""
+    seconds: float
+    """Of one measurement, baselines not counted."""
+    slices: int
+    rounds: int
+    dram_bytes: int
+    ring_bytes: int
+    records: tuple[int, ...]
+    budget_s: float
+
+
+ONE, BOTH = (1,), (1, 2)
+QUICK = Mode(
+    "quick",
+    SIZES,
+    {"get": BOTH, "get64": ONE, "mixed": ONE, "put": BOTH, "put64": ONE},
+    0.4,
+    4,
+    1,
+    3 * GIB // 2,
+    256 * MIB,
+    (1_000_000,),
+    570.0,
+)
+FULL = Mode(
+    "full", SIZES, dict.fromkeys(OPS, BOTH), 1.0, 5, 3, 2 * GIB, 256 * MIB, (1_000_000, 5_000_000), 3400.0
+)
+SMOKE = Mode(
+    "smoke",
+    (64 * KIB, 2 * MIB),
+    {"get": BOTH, "get64": ONE, "mixed": ONE, "put": ONE, "put64": ONE},
+    0.05,
+    2,
+    1,
+    256 * MIB,
+    128 * MIB,
+    (20_000,),
+    200.0,
+)
+
+
+class Unit(NamedTuple):
+    """One system at one block size in one round: a process, and all its operations."""
+
+    system: str
+    size: int
+    round: int
+
+    def name(self, op: str, clients: int) -> str:
+        """Key in the journal."""
+        return f"{self.system}|{self.size}|{op}|{clients}|{self.round}"
+
+
+class Bench:
+    """Everything, within the budget."""
+
+    def __init__(
+        self, mode: Mode, systems: list[System], folder: Path, journal: Journal, console: Console
+    ) -> None:
+        self._mode = mode
+        self._systems = {system.name: system for system in systems}
+        self._folder = folder
+        self._journal = journal
+        self._console = console
+        self._budget = Budget(mode.budget_s)
+        self.absent: dict[str, str] = {}
+        self.about: dict[str, dict[str, Any]] = {}
+        self.skipped: list[str] = []
+
+    def run(self) -> None:
+        """Measure what the journal does not have yet."""
+        self._once("disk", fio, self._folder)
+        self._once("lookups", lookups, 0.5 if self._mode is not SMOKE else 0.02)
+        for count in (CHAIN_ONLY, *self._mode.records):
+            self._once(f"records|{count}", records, self._folder, count)
+        for round_number in range(self._mode.rounds):
+            for size in self._mode.sizes:
+                for name in in_turns(list(self._systems), round_number):
+                    self._unit(Unit(name, size, round_number))
+
+    def _once(self, key: str, measure: Any, *arguments: Any) -> None:
+        if key in self._journal.done:
+            return
+        self._console.log(key)
+        try:
+            self._journal.record(key, found=measure(*arguments))
+        except (OSError, subprocess.SubprocessError, ValueError) as error:
+            self._journal.record(key, skipped=str(error))
+            self._console.log(f"{key}: {error}")
+
+    def _unit(self, unit: Unit) -> None:
+        wanted = [(op, n) for op in OPS for n in self._mode.clients[op]]
+        left = [(op, n) for op, n in wanted if unit.name(op, n) not in self._journal.done]
+        if not left or unit.system in self.absent:
+            return
+        if self._budget.left_s <= 0:
+            self.skipped.append(f"{unit.system} at {unit.size}, round {unit.round}: no time left")
+            return
+        self._console.log(f"{unit.system}, {unit.size // KIB} KiB ({self._budget.left_s:.0f} s left)")
+        folder = self._folder / "data"
+        folder.mkdir(exist_ok=True)
+        try:
+            system = self._systems[unit.system]
+            worker = StoreWorker(system, self._folder / f"{Path(system.script).stem}.log", START_S)
+        except (WorkerFailed, OSError) as error:
+            self.absent[unit.system] = f"{system.python} {system.script}: {error}"
+            self._console.log(f"{unit.system} is absent: {error}")
+            return
+        try:
+            self._open(worker, unit)
+            for op, clients in left:
+                self._measure(worker, unit, op, clients)
+            worker.ask(60.0, do="close")
+        except WorkerFailed as error:
+            # It may be the size's own: the others are tried all the same.
+            self._journal.record(f"{unit.system}|{unit.size}|failed|{unit.round}", skipped=str(error))
+            self._console.log(f"{unit.system} at {unit.size // KIB} KiB: {error}")
+        finally:
+            worker.close()
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _open(self, worker: StoreWorker, unit: Unit) -> None:
+        mode = self._mode
+        on_disk = worker.system.options["medium"] == "ssd"
+        # In memory the store is filled up, so that every put has to make room; filling a disk would take
+        # longer than all that is measured.
+        read_bytes = mode.ring_bytes // 2 if on_disk else mode.ring_bytes
+        answer = worker.ask(
+            START_S,
+            do="open",
+            size=unit.size,
+            ring_bytes=mode.ring_bytes,
+            single_bytes=read_bytes,
+            chain_bytes=read_bytes,
+            fill_bytes=0 if on_disk else mode.dram_bytes,
+        )
+        self.about[unit.system] = answer["about"]
+
+    def _measure(self, worker: StoreWorker, unit: Unit, op: str, clients: int) -> None:
+        mode = self._mode
+        key = unit.name(op, clients)
+        fields = {**unit._asdict(), "op": op, "clients": clients}
+        try:
+            found = worker.ask(
+                START_S, do="measure", op=op, clients=clients, seconds=mode.seconds, slices=mode.slices
+            )
+        except WorkerFailed as error:
+            self._journal.record(key, **fields, skipped=str(error))
+            self._console.log(f"{key}: {error}")
+            if "no answer" in str(error) or "ended" in str(error):
+                raise
+            return
+        self._journal.record(key, **fields, **found)
+
+
+CHAIN_ONLY = 512
+"""Records of the store that growth is counted from."""
+
+
+def fio(folder: Path) -> dict[str, float]:
+    """The disk by a tool that nobody here wrote: O_DIRECT in requests of 2 MiB, bytes per second."""
+    path = folder / "fio"
+    found = {}
+    for kind in ("write", "read"):
+        command = [
+            "fio",
+            "--name=x",
+            f"--filename={path}",
+            "--size=512m",
+            "--bs=2m",
+            f"--rw={kind}",
+            "--direct=1",
+        ]
+        command += ["--ioengine=psync", "--numjobs=1", "--end_fsync=1", "--output-format=json"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        report = json.loads(done.stdout[done.stdout.index("{") :])
+        found[kind] = float(report["jobs"][0][kind]["bw_bytes"])
+    path.unlink()
+    return found
+
+
+def lookups(seconds: float) -> dict[str, Any]:
+    """Hashing, lookup, lease and a bare echo, in a process of their own."""
+    return _script("lookups.py", "--seconds", str(seconds))
+
+
+def records(folder: Path, count: int) -> dict[str, Any]:
+    """Open a store of `count` blocks three times: seconds from the start of the process to a correct lookup."""
+    place = folder / "records"
+    shutil.rmtree(place, ignore_errors=True)
+    made = _script("records.py", "make", str(place), "--count", str(count))
+    starts = []
+    for _ in range(3):
+        begin = time.clock_gettime(time.CLOCK_MONOTONIC)
+        found = _script("records.py", "open", str(place))
+        if not found["is_correct"] or found["pages"] != count:
+            raise ValueError(f"the store of {count} blocks opened with {found['pages']} and a wrong prefix")
+        starts.append({"seconds": found.pop("answered") - begin, **found})
+    shutil.rmtree(place)
+    return {**made, "starts": starts}
+
+
+def _script(name: str, *arguments: str) -> dict[str, Any]:
+    command = [sys.executable, str(PEERS / name), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+    if done.returncode != 0:
+        raise ValueError(f"{name} ended with {done.returncode}: {done.stderr.strip()[-300:]}")
+    return json.loads(done.stdout)
+
+
+def summarise(entries: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row per size, operation, number of clients and system: rates, times, ratios to the baselines."""
+    grouped: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for entry in entries.values():
+        if "op" in entry:
+            key = (entry["size"], entry["op"], entry["clients"], entry["system"])
+            grouped.setdefault(key, []).append(entry)
+    rows = []
+    for (size, op, clients, system), found in sorted(grouped.items()):
+        row: dict[str, Any] = {"size": size, "op": op, "clients": clients, "system": system}
+        measured = [entry for entry in found if "bytes_per_s" in entry]
+        if measured:
+            for field in ("bytes_per_s", "ops_per_s", "p50_us", "p99_us", "cpu_s_per_gb"):
+                row[field] = spread([entry[field] for entry in measured])
+            row["short"] = sum(entry["short"] for entry in measured) / sum(
+                entry["short"] + entry["blocks"] for entry in measured
+            )
+            row["of"] = _of_baselines(measured)
+        row["skipped"] = sorted({entry["skipped"] for entry in found if "skipped" in entry})
+        rows.append(row)
+    return rows
+
+
+def _of_baselines(measured: list[dict[str, Any]]) -> dict[str, dict[str, float | int]]:
+    """Rate over the rate of each baseline, slice by slice."""
+    ratios: dict[str, list[float]] = {}
+    for entry in measured:
+        for name, rates in entry["baselines"].items():
+            pairs = zip(entry["rates"], rates, strict=True)
+            ratios.setdefault(name, []).extend(own / base for own, base in pairs if base)
+        raw = [rates for name, rates in entry["baselines"].items() if name.startswith("raw")]
+        if raw:
+            best = max(statistics.median(rates) for rates in raw)
+            ratios.setdefault("raw_best", []).extend(own / best for own in entry["rates"])
+    return {name: spread(values) for name, values in ratios.items() if values}
+
+
+def against(rows: list[dict[str, Any]], media: dict[str, str]) -> list[dict[str, Any]]:
+    """Ours over each other system of the same medium: as measured, and with both as parts of their memcpy."""
+    by_key = {(r["size"], r["op"], r["clients"], r["system"]): r for r in rows if "bytes_per_s" in r}
+    found = []
+    for (size, op, clients, system), row in by_key.items():
+        ours = by_key.get((size, op, clients, OURS[media[system]]))
+        if ours is None or ours is row:
+            continue
+        ratio = ours["bytes_per_s"]["median"] / row["bytes_per_s"]["median"]
+        levelled = ours["of"]["memcpy"]["median"] / row["of"]["memcpy"]["median"]
+        found.append(
+            {
+                "size": size,
+                "op": op,
+                "clients": clients,
+                "against": system,
+                "ratio": ratio,
+                "levelled": levelled,
+            }
+        )
+    return found
+
+
+def reaches(rows: list[dict[str, Any]], entries: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every bound that the store is held to, what was measured, and whether it is met."""
+    found: list[dict[str, Any]] = []
+
+    def add(what: str, measured: float, bound: float, *, at_least: bool) -> None:
+        is_met = measured >= bound if at_least else measured <= bound
+        found.append({"what": what, "measured": measured, "bound": bound, "is_met": is_met})
+
+    for row in rows:
+        if "of" not in row or row["op"] == "mixed":
+            continue
+        name = f"{row['system']} {row['op']} x{row['clients']} of {row['size'] // KIB} KiB"
+        if row["system"] == OURS["dram"] and row["size"] >= 360 * KIB:
+            copied = row["of"]["memcpy_xxh3"]["median"]
+            add(f"{name}, of memcpy and xxh3-64", copied, COPY_BOUND, at_least=True)
+        if row["system"] == OURS["ssd"] and row["size"] >= 2 * MIB and "raw_best" in row["of"]:
+            add(f"{name}, of the raw disk", row["of"]["raw_best"]["median"], DISK_BOUND, at_least=True)
+    looked = entries.get("lookups", {}).get("found", {})
+    if looked:
+        add("lookup of 512 keys, us", looked["lookup_512"]["p50_us"], LOOKUP_BOUND_US, at_least=False)
+        for n, bound in ECHO_BOUNDS.items():
+            if f"host_lease_{n}" in looked:
+                times = looked[f"host_lease_{n}"]["p50_us"] / looked[f"echo_{n}"]["p50_us"]
+                add(f"lookup and lease of {n} from another process, of an echo", times, bound, at_least=False)
+    return found + growth(entries)
+
+
+def growth(entries: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Start and memory of stores of many records."""
+    opened = {
+        int(k.split("|")[1]): e["found"]
+        for k, e in entries.items()
+        if k.startswith("records|") and "found" in e
+    }
+    base = opened.pop(CHAIN_ONLY, None)
+    found = []
+    for count, made in sorted(opened.items()):
+        seconds = statistics.median(start["seconds"] for start in made["starts"])
+        if count == 1_000_000:
+            found.append(
+                {
+                    "what": f"process start to the first lookup over {count} records, s",
+                    "measured": seconds,
+                    "bound": REPLAY_BOUND_S,
+                    "is_met": seconds <= REPLAY_BOUND_S,
+                }
+            )
+        if base is not None:
+            grown = min(s["private_bytes"] for s in made["starts"]) - min(
+                s["private_bytes"] for s in base["starts"]
+            )
+            each = grown / (count - CHAIN_ONLY)
+            found.append(
+                {
+                    "what": f"bytes of memory per record at {count}",
+                    "measured": each,
+                    "bound": RECORD_BOUND_BYTES,
+                    "is_met": each < RECORD_BOUND_BYTES,
+                }
+            )
+    return found
+
+
+def table(rows: list[dict[str, Any]], names: list[str]) -> Table:
+    """Systems side by side, gigabytes per second."""
+    shown = Table("blocks", *names, title="GB/s, median; in brackets the part of a memcpy beside it")
+    by_unit: dict[tuple[Any, ...], dict[str, str]] = {}
+    for row in rows:
+        cell = "failed"
+        if "bytes_per_s" in row:
+            cell = f"{row['bytes_per_s']['median'] / 1e9:.2f} ({row['of']['memcpy']['median']:.2f})"
+        by_unit.setdefault((row["size"], row["op"], row["clients"]), {})[row["system"]] = cell
+    for (size, op, clients), cells in by_unit.items():
+        label = f"{size // KIB} KiB {op} x{clients}"
+        shown.add_row(label, *(cells.get(name, "-") for name in names))
+    return shown
+
+
+def systems_of(arguments: argparse.Namespace, dram_bytes: int, folder: Path) -> list[System]:
+    """Ours and every peer whose place was given."""
+    own = Path(sys.executable)
+    base = {"threads": 2, "folder": str(folder / "data"), "dram_bytes": dram_bytes}
+    asked: list[tuple[str, Path | None, str, dict[str, Any]]] = [
+        (OURS["dram"], own, "workmem_store.py", {"medium": "dram"}),
+        (
+            "mooncake local",
+            arguments.mooncake_python,
+            "mooncake_store.py",
+            {"medium": "dram", "path": "local"},
+        ),
+        ("mooncake tcp", arguments.mooncake_python, "mooncake_store.py", {"medium": "dram", "path": "tcp"}),
+        ("lmcache cpu", arguments.lmcache_python, "lmcache_local.py", {"medium": "dram"}),
+        (
+            "redis",
+            own if arguments.redis else None,
+            "redis_socket.py",
+            {"medium": "dram", "server": str(arguments.redis)},
+        ),
+        ("lmdb memory", arguments.lmdb_python, "lmdb_map.py", {"medium": "dram"}),
+        (OURS["ssd"], own, "workmem_store.py", {"medium": "ssd"}),
+        ("lmcache disk", arguments.lmcache_python, "lmcache_local.py", {"medium": "ssd"}),
+        ("vllm fs", arguments.vllm_python, "vllm_fs.py", {"medium": "ssd"}),
+        ("lmdb disk", arguments.lmdb_python, "lmdb_map.py", {"medium": "ssd"}),
+    ]
+    chosen = arguments.only.split(",") if arguments.only else [name for name, *_ in asked]
+    return [
+        System(name, python, str(PEERS / script), base | options)
+        for name, python, script, options in asked
+        if python is not None and name in chosen
+    ]
+
+
+def parsed(words: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    which = parser.add_mutually_exclusive_group()
+    for mode, text in (
+        (QUICK, "at most 10 minutes"),
+        (FULL, "at most 60 minutes (default)"),
+        (SMOKE, "tiny sizes: does it run?"),
+    ):
+        which.add_argument(f"--{mode.name}", dest="mode", action="store_const", const=mode, help=text)
+    for name in ("mooncake", "lmcache", "vllm", "lmdb"):
+        parser.add_argument(f"--{name}-python", type=Path, help=f"Python that has {name}")
+    parser.add_argument("--redis", type=Path, help="redis-server")
+    parser.add_argument("--only", help="names of systems, separated by commas")
+    parser.add_argument("--folder", type=Path, help="disk to use; default: the one for temporary files")
+    parser.add_argument("--out", type=Path, help="result file; default bench/results/store-MODE.json")
+    parser.set_defaults(mode=FULL)
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    arguments = parsed()
+    mode: Mode = arguments.mode
+    console = Console()
+    out = arguments.out or RESULTS / f"store-{mode.name}.json"
+    folder = (arguments.folder or Path(tempfile.gettempdir())) / f"workmem-bench-{out.stem}"
+    folder.mkdir(parents=True, exist_ok=True)
+    systems = systems_of(arguments, mode.dram_bytes, folder)
+    config = {"mode": mode._asdict(), "only": arguments.only}
+    machine = environment()
+    journal = Journal(out.with_suffix(".partial.jsonl"), config | {"commit": machine["commit"]})
+    bench = Bench(mode, systems, folder, journal, console)
+    bench.run()
+    rows = summarise(journal.done)
+    media = {system.name: system.options["medium"] for system in systems}
+    body = {
+        "bench": "store",
+        "machine": machine | {"load_1m_end": os.getloadavg()[0]},
+        "config": config,
+        "clients_are": "threads of one process",
+        "systems": {name: {"medium": media[name], **bench.about.get(name, {})} for name in media},
+        "absent": bench.absent,
+        "reaches": reaches(rows, journal.done),
+        "against": against(rows, media),
+        "rows": rows,
+        "once": {k: v for k, v in journal.done.items() if "op" not in v},
+        "skipped": bench.skipped,
+        "raw": [entry for entry in journal.done.values() if "op" in entry],
+    }
+    write_result(out, body)
+    console.print(table(rows, [system.name for system in systems]))
+    for reach in body["reaches"]:
+        mark = "met   " if reach["is_met"] else "missed"
+        console.print(f"{mark} {reach['what']}: {reach['measured']:.3g} (bound {reach['bound']:.3g})")
+    if bench.skipped:
+        console.print(f"written to {out}; run the same command again to fill what time left out")
+        return
+    journal.close()
+    shutil.rmtree(folder, ignore_errors=True)
+    console.print(f"written to {out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""What a prefix costs before any byte moves, in microseconds: hashing, lookup, lease; and a bare echo to compare with.
+
+    python bench/store_peers/lookups.py --seconds 0.5
+
+Prints JSON. The echo is what the same two Python processes need for a message of that many keys and an answer of an
+address per key over a Unix socket: no store answers another process in less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from workmem.core.keys import BlockKey, block_keys
+from workmem.core.layout import BLOCK_TOKENS, KVLayout, Namespace
+from workmem.store.config import DramConfig, SsdConfig, StoreConfig
+from workmem.store.contract import BlockId, PageWrite
+from workmem.store.store import Store
+
+BLOCKS = (32, 512)
+LAYOUT = KVLayout(dtype="bf16", layers=1, kv_heads=1, head_dim=64)
+KEY_BYTES, ADDRESS_BYTES = 32, 24
+"""Of a message and of its answer, per block: offset, generation and length are 8 bytes each."""
+
+
+def timed(call: Callable[[], object], seconds: float) -> dict[str, Any]:
+    """Microseconds of one call, after a tenth of the calls as a warm-up."""
+    times: list[float] = []
+    until = time.perf_counter() + seconds * 1.1
+    begin = time.perf_counter() + seconds * 0.1
+    while (start := time.perf_counter()) < until or len(times) < 20:
+        call()
+        end = time.perf_counter()
+        if start >= begin:
+            times.append(end - start)
+    ordered = np.sort(times) * 1e6
+    return {
+        "p50_us": float(ordered[len(ordered) // 2]),
+        "p99_us": float(ordered[int(len(ordered) * 0.99)]),
+        "n": len(ordered),
+    }
+
+
+def saved_prefix(store: Store, blocks: int) -> tuple[bytes, list[int], list[BlockKey]]:
+    """A chain in dram: root, token ids, keys."""
+    root = store.register(Namespace(model_fingerprint="bench", layout=LAYOUT))
+    tokens = list(range(blocks * BLOCK_TOKENS))
+    keys = block_keys(root, tokens, BLOCK_TOKENS)
+    pages = []
+    for depth, key in enumerate(keys):
+        own = tuple(tokens[depth * BLOCK_TOKENS : (depth + 1) * BLOCK_TOKENS])
+        block = BlockId(key, keys[depth - 1] if depth else root, own, depth)
+        pages.append(PageWrite(block, _ignore, _ignore))
+    store.save(root, pages)
+    assert store.flush(30.0)
+    assert len(store.lookup(root, keys).tiers) == blocks
+    return root, tokens, keys
+
+
+def _ignore(_: object) -> None:
+    """What the pages hold does not matter here."""
+
+
+def measure_store(seconds: float) -> dict[str, dict[str, Any]]:
+    """Within one process."""
+    config = StoreConfig(dram=DramConfig(bytes="256MiB"), ssd=SsdConfig(enabled=False))
+    found: dict[str, dict[str, Any]] = {}
+    with Store(config) as store:
+        root, tokens, keys = saved_prefix(store, max(BLOCKS))
+        for n in BLOCKS:
+            prefix, ids = keys[:n], tokens[: n * BLOCK_TOKENS]
+
+            def lease(prefix: list[BlockKey] = prefix) -> None:
+                store.lease(root, prefix, owner="bench", ttl_s=60.0).release()
+
+            def hashing(ids: list[int] = ids) -> list[BlockKey]:
+                return block_keys(root, ids, BLOCK_TOKENS)
+
+            found[f"hashing_{n}"] = timed(hashing, seconds)
+            found[f"lookup_{n}"] = timed(lambda prefix=prefix: store.lookup(root, prefix), seconds)
+            found[f"lease_and_release_{n}"] = timed(lease, seconds)
+    return found
+
+
+def measure_echo(seconds: float) -> dict[str, dict[str, Any]]:
+    """Between two processes: a request of n keys, an answer of n addresses."""
+    found: dict[str, dict[str, Any]] = {}
+    for n in BLOCKS:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        request, answer = bytes(n * KEY_BYTES), n * ADDRESS_BYTES
+        server = multiprocessing.get_context("fork").Process(
+            target=_answer, args=(theirs, ours, len(request), answer)
+        )
+        server.start()
+        theirs.close()
+        into = bytearray(answer)
+
+        def ask(ours: socket.socket = ours, request: bytes = request, into: bytearray = into) -> None:
+            ours.sendall(request)
+            _receive(ours, into)
+
+        found[f"echo_{n}"] = timed(ask, seconds)
+        ours.close()
+        server.join()
+    return found
+
+
+def _answer(connection: socket.socket, other: socket.socket, request_bytes: int, answer_bytes: int) -> None:
+    other.close()
+    into, answer = bytearray(request_bytes), bytes(answer_bytes)
+    while _receive(connection, into):
+        connection.sendall(answer)
+
+
+def _receive(connection: socket.socket, into: bytearray) -> bool:
+    """Fill `into`; False when the other side is gone."""
+    view, at = memoryview(into), 0
+    while at < len(into):
+        got = connection.recv_into(view[at:])
+        if not got:
+            return False
+        at += got
+    return True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=1.0)
+    seconds: float = parser.parse_args().seconds
+    # The echo first: its server is forked, and must not inherit the store's threads.
+    print(json.dumps(measure_echo(seconds) | measure_store(seconds)))
+
+
+if __name__ == "__main__":
+    main()

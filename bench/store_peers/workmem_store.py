@@ -1,0 +1,237 @@
+"""workmem, in this process: dram alone, or an ssd tier that is read past an empty dram."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import queue
+import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import driver
+import numpy as np
+import xxhash
+from driver import BATCH, Client, Memory, key_of, serve
+
+import workmem
+from workmem.core.keys import BlockKey
+from workmem.core.layout import KVLayout, Namespace
+from workmem.store.config import DramConfig, SsdConfig, StoreConfig
+from workmem.store.contract import BlockId, Lease, PageWrite, SaveState
+from workmem.store.store import Store
+
+LAYOUTS = {
+    64 << 10: KVLayout(dtype="bf16", layers=8, kv_heads=1, head_dim=128),
+    360 << 10: KVLayout(dtype="bf16", layers=30, kv_heads=3, head_dim=64),
+    2 << 20: KVLayout(dtype="bf16", layers=32, kv_heads=8, head_dim=128),
+    8 << 20: KVLayout(dtype="bf16", layers=64, kv_heads=16, head_dim=128),
+}
+"""Models whose page has that many bytes; 360 KiB is SmolLM2-135M, 2 MiB an 8B model."""
+TTL_S = 60.0
+WINDOW = 8
+"""Blocks of a batch that are waited for together while they come from disk."""
+RAW_BYTES = 256 << 20
+RAW_REQUEST_BYTES = 2 << 20
+
+
+class Workmem(driver.Store):
+    """`medium` is what is measured: dram, or ssd."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__(
+            version=workmem.__version__,
+            checks="get: xxh3-64 of each slice of the copy; put: the sums are made",
+            durable=options["medium"] == "ssd",
+        )
+        self._medium: str = options["medium"]
+        self._folder = Path(options["folder"]) / "workmem"
+        self._dram_bytes: int = options["dram_bytes"]
+        self._raw: RawFile | None = None
+        self._store: Store | None = None
+        self.reads_once = self._medium == "ssd"
+
+    def open(self, memory: Memory) -> None:
+        """See `Store.open`."""
+        self._memory = memory
+        self._layout = LAYOUTS[memory.size]
+        assert self._layout.page_bytes == memory.size
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._start()
+        if self._medium == "ssd":
+            self._raw = RawFile(self._folder.with_name("raw"), memory)
+
+    def _start(self) -> None:
+        ssd = SsdConfig(enabled=self._medium == "ssd", path=str(self._folder), bytes="64GiB")
+        self._store = Store(StoreConfig(dram=DramConfig(bytes=self._dram_bytes), ssd=ssd))
+        namespace = Namespace(model_fingerprint="bench", layout=self._layout)
+        self._root = self._store.register(namespace)
+
+    def renew(self) -> None:
+        """See `Store.renew`."""
+        if self._medium == "ssd":
+            # Only the journal is read: dram is empty afterwards.
+            assert self._store is not None
+            self._store.close()
+            self._start()
+
+    def client(self) -> Client:
+        """See `Store.client`."""
+        assert self._store is not None
+        return Caller(
+            self._store, self._root, self._layout, self._memory, waits_for_disk=self._medium == "ssd"
+        )
+
+    def baselines(self, op: str, clients: int) -> dict[str, Callable[[int], Callable[[], int]]]:
+        """See `Store.baselines`."""
+        if self._raw is None or op == "mixed":
+            return {}
+        return self._raw.baselines(op, clients)
+
+    def close(self) -> None:
+        """See `Store.close`."""
+        if self._store is not None:
+            self._store.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.with_name("raw").unlink(missing_ok=True)
+
+
+class Caller:
+    """Leases, copies, checks, releases; saves, and waits until told."""
+
+    def __init__(
+        self, store: Store, root: bytes, layout: KVLayout, memory: Memory, *, waits_for_disk: bool
+    ) -> None:
+        self._store = store
+        self._root = root
+        self._layout = layout
+        self._memory = memory
+        self._waits_for_disk = waits_for_disk
+        self._spans = [slice(*layout.slice_span(i)) for i in range(layout.slice_count)]
+        self._tokens = tuple(range(layout.block_tokens))
+        self._told: queue.SimpleQueue[SaveState] = queue.SimpleQueue()
+
+    def read(self, blocks: range, row: int) -> int:
+        """See `Client.read`."""
+        keys = [BlockKey(key_of(block)) for block in blocks]
+        # From disk in windows, so that one is copied while the next ones are read.
+        window = WINDOW if self._waits_for_disk else BATCH
+        leases = [
+            self._store.lease(self._root, keys[at : at + window], owner="bench", ttl_s=TTL_S)
+            for at in range(0, len(keys), window)
+        ]
+        return sum(self._copy_all(lease, row + i * window) for i, lease in enumerate(leases))
+
+    def _copy_all(self, lease: Lease, row: int) -> int:
+        try:
+            if lease.ready < len(lease.keys):
+                settled = threading.Event()
+                lease.on_settled(settled.set)
+                settled.wait()
+            ready = lease.ready
+            for i in range(ready):
+                self._copy(lease.page(i), lease.checksums(i), self._memory.target[row + i])
+            return ready
+        finally:
+            lease.release()
+
+    def _copy(self, page: memoryview, sums: tuple[int, ...], target: np.ndarray) -> None:
+        source = np.frombuffer(page, dtype=np.uint8)
+        for span, wanted in zip(self._spans, sums, strict=True):
+            # Slice by slice: the sum is taken while the copy is still in the cache.
+            np.copyto(target[span], source[span])
+            if xxhash.xxh3_64_intdigest(target[span]) != wanted:
+                raise RuntimeError("a page arrived corrupt")
+
+    def write(self, blocks: range) -> int:
+        """See `Client.write`."""
+        pages, parent = [], self._root
+        for depth, block in enumerate(blocks):
+            pages.append(self._page(block, parent, depth))
+            parent = pages[-1].block.key
+        self._store.save(self._root, pages)
+        stored = sum(self._told.get() is SaveState.STORED for _ in pages)
+        if self._waits_for_disk and not self._store.flush(60.0):
+            raise RuntimeError("not on the ssd after a minute")
+        return stored
+
+    def _page(self, block: int, parent: bytes, depth: int) -> PageWrite:
+        row = self._memory.source[block % self._memory.rows]
+
+        def fill(page: memoryview) -> None:
+            np.copyto(np.frombuffer(page, dtype=np.uint8), row)
+
+        return PageWrite(BlockId(BlockKey(key_of(block)), parent, self._tokens, depth), fill, self._told.put)
+
+
+class RawFile:
+    """The same disk without a store: O_DIRECT, requests of up to 2 MiB, fdatasync where a put is durable."""
+
+    def __init__(self, path: Path, memory: Memory) -> None:
+        self._memory = memory
+        self._request = min(memory.size, RAW_REQUEST_BYTES)
+        self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_DIRECT, 0o600)
+        # Not sparse and not zero: holes cost no reading.
+        for at in range(0, RAW_BYTES, 16 << 20):
+            with mmap.mmap(-1, 16 << 20) as area:
+                area.write(os.urandom(1 << 20) * 16)
+                os.pwrite(self._handle, area, at)
+        os.fsync(self._handle)
+
+    def baselines(self, op: str, clients: int) -> dict[str, Callable[[int], Callable[[], int]]]:
+        """See `Store.baselines`."""
+        move = self._writing if op.startswith("put") else self._reading
+        blocks = BATCH if op.endswith("64") else 1
+        found = {"raw": lambda number: move(number, clients, blocks, 1)}
+        if op == "get64":
+            # As many as the store has; the faster of the two is what the disk can do.
+            found["raw_3_readers"] = lambda number: move(number, clients, blocks, 3)
+        return found
+
+    def _requests(self, number: int, clients: int, blocks: int) -> Callable[[], list[int]]:
+        span = max(1, blocks * self._memory.size // self._request)
+        total = RAW_BYTES // self._request
+        turn = number
+
+        def some() -> list[int]:
+            nonlocal turn
+            first, turn = turn * span, turn + clients
+            return [(first + i) % total * self._request for i in range(span)]
+
+        return some
+
+    def _reading(self, number: int, clients: int, blocks: int, readers: int) -> Callable[[], int]:
+        requests = self._requests(number, clients, blocks)
+        areas: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
+        for _ in range(readers):
+            areas.put(mmap.mmap(-1, self._request))
+        pool = ThreadPoolExecutor(readers)
+
+        def one(offset: int) -> int:
+            area = areas.get()
+            size = os.preadv(self._handle, [area], offset)
+            areas.put(area)
+            return size
+
+        if readers == 1:
+            return lambda: sum(one(offset) for offset in requests())
+        return lambda: sum(pool.map(one, requests()))
+
+    def _writing(self, number: int, clients: int, blocks: int, _: int) -> Callable[[], int]:
+        requests = self._requests(number, clients, blocks)
+        area = mmap.mmap(-1, self._request)
+        area.write(os.urandom(self._request))
+
+        def move() -> int:
+            size = sum(os.pwrite(self._handle, area, offset) for offset in requests())
+            os.fdatasync(self._handle)
+            return size
+
+        return move
+
+
+if __name__ == "__main__":
+    serve(Workmem)

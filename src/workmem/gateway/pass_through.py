@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from typing import Protocol
 
 import aiohttp
 from starlette.types import Receive, Scope, Send
@@ -38,7 +38,12 @@ NOT_FORWARDED = frozenset(
 _NOT_RETURNED = NOT_FORWARDED - {"content-length"} | {"date", "server", "x-request-id"}
 
 
-OnEnd = Callable[[UsagePeek, bool], None]
+class OnEnd(Protocol):
+    """Told once when an answer has ended, whole or not."""
+
+    def __call__(self, seen: UsagePeek, *, is_whole: bool) -> None: ...
+
+
 """Called once, with what was seen and whether the answer came whole."""
 
 
@@ -74,7 +79,7 @@ class PassThrough:
             if self._answer.method == "POST":
                 self._count(is_whole=is_whole)
                 if self._on_end is not None:
-                    self._on_end(self._peek, is_whole)
+                    self._on_end(self._peek, is_whole=is_whole)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _pass(self, scope: Scope, send: Send) -> bool:

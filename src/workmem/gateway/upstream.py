@@ -140,7 +140,7 @@ class Upstream:
         exchange.held.callback(let_go)
         server.down_until, server.last_error = 0.0, ""
 
-        def remember(seen: UsagePeek, is_whole: bool) -> None:  # noqa: FBT001  the shape of OnEnd
+        def remember(seen: UsagePeek, *, is_whole: bool) -> None:
             self.request_log.add(
                 PassedRequest(
                     id=seen.id or exchange.request_id,

@@ -39,12 +39,11 @@ _NOT_RETURNED = NOT_FORWARDED - {"content-length"} | {"date", "server", "x-reque
 
 
 class OnEnd(Protocol):
-    """Told once when an answer has ended, whole or not."""
+    """Called once, with what was seen and whether the answer came whole."""
 
-    def __call__(self, seen: UsagePeek, *, is_whole: bool) -> None: ...
-
-
-"""Called once, with what was seen and whether the answer came whole."""
+    def __call__(self, seen: UsagePeek, *, is_whole: bool) -> None:
+        """See the class."""
+        ...
 
 
 class PassThrough:

@@ -8,16 +8,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workmem.policy.order import NO_ROW, EvictionOrder
+from workmem.policy.grouped import GroupedOrder
 from workmem.policy.lru import Lru
+from workmem.policy.order import NO_ROW, EvictionOrder, Loss, Prospect
 from workmem.policy.s3fifo import S3Fifo
 from workmem.policy.segmented_lru import SegmentedLru
+from workmem.policy.value import ValueOrder
 
 ORDERS: dict[str, Callable[[], EvictionOrder]] = {
     "segmented_lru": lambda: SegmentedLru(1 << 40),
     "segmented_lru_tight": lambda: SegmentedLru(6),
     "lru": Lru,
+    "grouped": lambda: GroupedOrder(lambda: SegmentedLru(6)),
     "s3fifo": lambda: S3Fifo(1 << 40),
+    "value": lambda: ValueOrder(even_depth=3),
     "s3fifo_tight": lambda: S3Fifo(40),
 }
 
@@ -222,7 +226,7 @@ class World:
             parent = self.row(number) if number % 3 else NO_ROW
             row = self.free.pop()
             self.parents[row] = parent
-            self.order.insert(row, parent, 1 + number % 4)
+            self.order.insert(row, parent, 1 + number % 4, is_back=number % 5 == 0)
 
     def restore(self, number: int) -> None:
         if len(self.free) > 1:
@@ -264,8 +268,13 @@ class World:
         if row != NO_ROW:
             self.remove(row)
 
+    def advise(self, number: int) -> None:
+        rows = sorted(self.parents)[: 1 + number % 3]
+        self.order.advise(rows, prospect=Prospect(number % 4), loss=Loss(number % 2) if number % 3 else None)
+
 
 STEPS = [
+    World.advise,
     World.insert,
     World.insert,
     World.restore,

@@ -191,21 +191,30 @@ class Rings:
         """A block leaves: take it out of whatever a subclass counts."""
 
     def _renew(self, rows: Sequence[int], end: int) -> None:
-        """Make blocks the newest of a ring, the last one given the newest of all."""
-        older, newer, flags, first = self._older, self._newer, self._flags, self._first
-        for row in rows:
-            position = row + first
+        """Make blocks the newest of a ring, the last one given the newest of all.
+
+        A prefix that is used again mostly lies in one piece, and is moved as one.
+        """
+        older, newer, flags, first_row = self._older, self._newer, self._flags, self._first
+        at, count = 0, len(rows)
+        while at < count:
+            row = rows[at]
+            first = last = row + first_row
+            at += 1
             if flags[row] & PARKED:
                 flags[row] &= ~(PARKED | HELD)
             else:
-                before, after = older[position], newer[position]
+                while at < count and newer[last] == rows[at] + first_row:
+                    last = newer[last]
+                    at += 1
+                before, after = older[first], newer[last]
                 older[after] = before
                 newer[before] = after
             before = older[end]
-            older[end] = position
-            newer[position] = end
-            older[position] = before
-            newer[before] = position
+            older[end] = last
+            newer[last] = end
+            older[first] = before
+            newer[before] = first
 
     def _link(self, position: int, newer: int) -> None:
         """Put a position on the older side of another."""

@@ -53,13 +53,14 @@ class Mode(NamedTuple):
     name: str
     shares: tuple[float, ...]
     """Capacities, as shares of the trace's distinct blocks."""
-    requests_max: int
+    blocks_max: int
+    """Of a recorded trace, counted in every request."""
     sessions: int
 
 
-QUICK = Mode("quick", (0.05, 0.2), 4_000, 150)
-FULL = Mode("full", (0.02, 0.05, 0.1, 0.2, 0.4), 30_000, 1_000)
-SMOKE = Mode("smoke", (0.2,), 60, 5)
+QUICK = Mode("quick", (0.05, 0.2), 200_000, 150)
+FULL = Mode("full", (0.02, 0.05, 0.1, 0.2, 0.4), 2_000_000, 1_000)
+SMOKE = Mode("smoke", (0.2,), 2_000, 5)
 
 
 class Outcome(NamedTuple):
@@ -259,7 +260,7 @@ def main() -> None:
     machine = environment()
     traces = [generated(arguments.seed, mode.sessions)]
     if arguments.workloads:
-        traces += recorded(arguments.workloads, arguments.seed, mode.requests_max)
+        traces += recorded(arguments.workloads, arguments.seed, mode.blocks_max)
     config = {
         "mode": mode._asdict(),
         "seed": arguments.seed,

@@ -79,15 +79,15 @@ def generated(seed: int, sessions: int) -> Trace:
     return Trace("agents", f"generated, {sessions} sessions, seed {seed}", requests)
 
 
-def recorded(folder: Path, seed: int, requests_max: int) -> Iterator[Trace]:
+def recorded(folder: Path, seed: int, blocks_max: int) -> Iterator[Trace]:
     """Every trace in `folder` that has block ids; nothing for files of other shapes."""
     for path in sorted(folder.rglob("*.jsonl*")):
         lines = _lines(path)
         first = next(iter(lines), {})
         if "hash_ids" in first:
-            yield _request_per_line(path, requests_max)
+            yield _request_per_line(path, blocks_max)
         elif isinstance(first.get("requests"), list) and first.get("block_size"):
-            yield _session_per_line(path, seed, requests_max)
+            yield _session_per_line(path, seed, blocks_max)
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -101,21 +101,21 @@ def _name(path: Path) -> str:
     return path.name.split(".")[0]
 
 
-def _request_per_line(path: Path, requests_max: int) -> Trace:
-    numbers, requests = _Numbers(), []
+def _request_per_line(path: Path, blocks_max: int) -> Trace:
+    numbers, requests, blocks = _Numbers(), [], 0
     for entry in _lines(path):
-        requests.append(Request(numbers.prefix(entry["hash_ids"])))
-        if len(requests) == requests_max:
+        blocks += len(entry["hash_ids"])
+        if blocks > blocks_max:
             break
+        requests.append(Request(numbers.prefix(entry["hash_ids"])))
     return Trace(_name(path), f"first {len(requests)} requests, no session ids", requests)
 
 
-def _session_per_line(path: Path, seed: int, requests_max: int) -> Trace:
+def _session_per_line(path: Path, seed: int, blocks_max: int) -> Trace:
     """Sessions with ids of their own: they share nothing here, and their starts are drawn at random."""
     chance, numbers = random.Random(seed), _Numbers()
     timed: list[tuple[float, Request]] = []
-    sessions = 0
-    began_s = 0.0
+    sessions, blocks, began_s = 0, 0, 0.0
     for session in _lines(path):
         calls = [call for call in session["requests"] if call.get("hash_runs")]
         if not calls:
@@ -125,11 +125,12 @@ def _session_per_line(path: Path, seed: int, requests_max: int) -> Trace:
         step = max(1, BLOCK_TOKENS // session["block_size"])
         for call in calls:
             ids = [first + at for first, length in call["hash_runs"] for at in range(length)]
+            blocks += len(ids) // step
             names = [(sessions, number) for number in ids[step - 1 :: step]]
             goes_on, is_last = call.get("stop") == "tool_use", call is calls[-1]
             request = Request(numbers.prefix(names), goes_on and not is_last, is_last)
             timed.append((began_s + call["t"], request))
-        if len(timed) >= requests_max:
+        if blocks >= blocks_max:
             break
     timed.sort(key=lambda entry: entry[0])
     about = f"{sessions} sessions, one started every 2 minutes on average, nothing shared between them"

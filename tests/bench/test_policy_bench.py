@@ -54,7 +54,7 @@ def test_recorded_traces_share_a_prefix_as_far_as_their_ids_agree(tmp_path):
         ' {"t": 5, "hash_runs": [[1, 17]]}]}\n'
     )
     (tmp_path / "sessions.jsonl").write_text(session * 2)
-    lines, sessions = recorded(tmp_path, seed=1, requests_max=10)
+    lines, sessions = recorded(tmp_path, seed=1, blocks_max=6)
     assert [request.blocks for request in lines.requests] == [[0, 1, 2], [0, 3, 4]]
     ours = [request for request in sessions.requests if request.blocks[0] == 0]
     assert [request.blocks for request in ours] == [[0], [0, 1]]

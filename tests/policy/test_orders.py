@@ -208,6 +208,43 @@ def test_touched_rows_do_not_pile_up(order):
     assert drain(order) == list(reversed(range(64)))
 
 
+def test_pinned_goes_last_but_goes(order):
+    for row in range(4):
+        order.insert(row, NO_ROW, 1)
+    order.advise([0, 1], prospect=Prospect.PINNED)
+    order.touch([3])
+    order.touch([0])
+    assert drain(order)[2:] == [1, 0]
+
+
+def test_pin_that_ended_protects_no_longer(order):
+    order.insert(0, NO_ROW, 1)
+    order.insert(1, NO_ROW, 1)
+    order.advise([0, 1], prospect=Prospect.PINNED)
+    order.advise([1], prospect=Prospect.UNKNOWN)
+    order.insert(2, NO_ROW, 1)
+    assert drain(order)[2] == 0
+
+
+def test_pin_given_while_a_block_is_parked_counts_when_it_comes_back(order):
+    for row in range(3):
+        order.insert(row, NO_ROW, 1)
+    order.pick(lambda row: row == 0)
+    order.advise([0], prospect=Prospect.PINNED)
+    order.unpark(0)
+    assert drain(order)[2] == 0
+
+
+def test_pin_of_a_block_that_left_says_nothing_of_the_next_in_its_row(order):
+    order.insert(0, NO_ROW, 1)
+    order.advise([0], prospect=Prospect.PINNED)
+    order.remove(0)
+    order.insert(0, NO_ROW, 1)
+    order.insert(1, NO_ROW, 1)
+    order.advise([1], prospect=Prospect.PINNED)
+    assert drain(order) == [0, 1]
+
+
 class World:
     """A tier's blocks in dicts, beside the order that is tested."""
 

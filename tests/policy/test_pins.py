@@ -7,7 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workmem.policy.groups import LifeGroups
+from workmem.policy.order import NO_ROW, EvictionOrder, Prospect
 from workmem.policy.pins import PinTable
+from workmem.policy.segmented_lru import SegmentedLru
+from workmem.policy.value import ValueOrder
+
+PINNED = Prospect.PINNED
 
 
 def test_pin_lasts_for_its_time():
@@ -105,6 +110,28 @@ def test_changes_add_up_to_what_is_pinned(steps):
         assert max(pins.bytes_of("x"), pins.bytes_of("y")) <= 12
     pins.expire(1000)
     assert len(pins) == 0
+
+
+@pytest.mark.parametrize("make", [lambda: SegmentedLru(80), ValueOrder])
+def test_session_that_is_pinned_for_an_hour_survives_pressure_for_an_hour(make):
+    order: EvictionOrder = make()
+    pins: PinTable[int] = PinTable(20)
+    for row in range(100):
+        order.insert(row, row - 1 if row % 10 else NO_ROW, 1)
+    order.advise(
+        pins.pin("acme", "s", dict.fromkeys(range(10), 1), now_s=0, ttl_s=3600).pinned, prospect=PINNED
+    )
+    assert {scan(order) for _ in range(500)}.isdisjoint(range(10))
+    order.advise(pins.expire(3600).unpinned, prospect=Prospect.UNKNOWN)
+    assert {scan(order) for _ in range(500)} >= set(range(10))
+
+
+def scan(order: EvictionOrder) -> int:
+    """One block comes, another goes."""
+    row = order.pick(lambda _: False)
+    order.remove(row)
+    order.insert(row, NO_ROW, 1)
+    return row
 
 
 def test_group_lives_and_dies_together():

@@ -56,27 +56,6 @@ def test_done_goes_first_leaf_first():
     assert drain(order) == [2, 1, 0, 3]
 
 
-def test_pinned_goes_last_but_goes():
-    order = singles(4)
-    order.advise([0, 1], prospect=Prospect.PINNED)
-    assert drain(order) == [2, 3, 0, 1]
-
-
-def test_pin_that_ends_leaves_a_block_like_any_other():
-    order = singles(3)
-    order.advise([0], prospect=Prospect.PINNED)
-    order.advise([0], prospect=Prospect.UNKNOWN)
-    assert drain(order) == [1, 2, 0]
-
-
-def test_pin_given_while_a_block_is_parked_counts_when_it_comes_back():
-    order = singles(3)
-    order.pick(lambda row: row == 0)
-    order.advise([0], prospect=Prospect.PINNED)
-    order.unpark(0)
-    assert drain(order) == [1, 2, 0]
-
-
 def test_announced_use_keeps_a_block_longer_but_not_for_ever():
     order = singles(100)
     order.advise([0], prospect=Prospect.EXPECTED)
@@ -87,6 +66,13 @@ def test_announced_use_keeps_a_block_longer_but_not_for_ever():
             break
         order.insert(left[-1], NO_ROW, 1)
     assert 99 < len(left) < 2000
+
+
+def test_pin_that_ends_leaves_a_block_as_one_looked_at_now():
+    order = singles(3)
+    order.advise([0], prospect=Prospect.PINNED)
+    order.advise([0], prospect=Prospect.UNKNOWN)
+    assert drain(order) == [1, 2, 0]
 
 
 def test_announcement_is_used_up_by_the_use():

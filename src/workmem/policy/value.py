@@ -1,4 +1,4 @@
-"""What is worth least leaves first: value = P(reuse) x cost to recompute / bytes. Rules E10-E15: docs/internals/eviction.md.
+"""What is worth least leaves first: value = P(reuse) x cost to recompute / bytes. Rules E11-E16: docs/internals/eviction.md.
 
 A block lives for a time that is proportional to its value, measured in turnovers of the tier (greedy-dual).
 Values are whole steps on a wheel of rings: a pick takes the oldest leaf of the ring under the hand, and the
@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 
 from workmem.policy.order import NO_ROW, Loss, Prospect
-from workmem.policy.rings import PARKED, Rings
+from workmem.policy.rings import PARKED, PINNED, Rings
 
 EVEN_DEPTH = 2048
 """Depth, in blocks of 16 tokens, at which attention over the prefix costs as much as a block's own layers.
@@ -36,7 +36,6 @@ HALF_LIFE = 1 << 14
 _RINGS = 512
 """Of the wheel: more than the longest life, so that no block laps the hand."""
 _LIFE_MAX = _RINGS - 1
-_PINNED_RING = _RINGS
 _PROSPECT, _LOSS = 3, 4
 """Bits of the advice column."""
 
@@ -63,7 +62,7 @@ class ValueOrder(Rings):
     """See `EvictionOrder`. Takes all advice: pins, announced uses, sessions that are done, copies elsewhere."""
 
     def __init__(self, *, even_depth: int = EVEN_DEPTH) -> None:
-        super().__init__(ends=_RINGS + 1)
+        super().__init__(ends=_RINGS)
         self._even_depth = even_depth
         self._hand = 0
         self._depth = array("H")
@@ -75,8 +74,7 @@ class ValueOrder(Rings):
         self, rows: Sequence[int], *, prospect: Prospect | None = None, loss: Loss | None = None
     ) -> None:
         """See `EvictionOrder.advise`."""
-        if self._pending:
-            self._take_in()
+        super().advise(rows, prospect=prospect, loss=loss)
         for row in rows:
             if not self._flags[row]:
                 continue
@@ -88,7 +86,7 @@ class ValueOrder(Rings):
             if advice == self._advice[row]:
                 continue
             self._advice[row] = advice
-            if self._flags[row] & PARKED:
+            if self._flags[row] & (PARKED | PINNED):
                 continue
             if prospect == Prospect.DONE:
                 self._unlink(row + self._first)
@@ -129,18 +127,13 @@ class ValueOrder(Rings):
     def _ring_of_restored(self, rows: Sequence[int], sizes: Sequence[int]) -> int:  # noqa: ARG002 - a hook
         return (self._hand + max(1, int(self._reuse.odds[0] * STEPS))) % _RINGS
 
-    def _ring_of(self, row: int) -> int:
-        if self._advice[row] & _PROSPECT == Prospect.PINNED:
-            return _PINNED_RING
+    def _ring_of(self, row: int) -> int:  # noqa: ARG002 - a hook
         return self._hand
 
     def _ring(self, row: int) -> int:
         """Where a block belongs that is used, or looked at anew, now."""
         advice = self._advice[row]
-        prospect = advice & _PROSPECT
-        if prospect == Prospect.PINNED:
-            return _PINNED_RING
-        odds = 1.0 if prospect == Prospect.EXPECTED else self._reuse.odds[self._uses[row]]
+        odds = 1.0 if advice & _PROSPECT == Prospect.EXPECTED else self._reuse.odds[self._uses[row]]
         cost = min(1 + self._depth[row] / self._even_depth, DEPTH_FACTOR_MAX)
         if advice & _LOSS:
             cost *= RELOAD_COST
@@ -151,7 +144,6 @@ class ValueOrder(Rings):
         for _ in range(_RINGS):
             yield self._hand
             self._hand = (self._hand + 1) % _RINGS
-        yield _PINNED_RING
 
     def _use(self, rows: Sequence[int]) -> None:
         seen = [0] * (USES_MAX + 1)

@@ -45,6 +45,8 @@ ECHO_BOUNDS = {32: 3.0, 512: 8.0}
 REPLAY_BOUND_S = 3.0
 RECORD_BOUND_BYTES = 300
 START_S = 120.0
+LONG_BYTES = 256 * MIB
+"""A batch of more fills a slice by itself; two of them are measured."""
 
 
 class Mode(NamedTuple):
@@ -72,7 +74,7 @@ QUICK = Mode(
     0.4,
     4,
     1,
-    3 * GIB // 2,
+    2 * GIB,
     256 * MIB,
     (1_000_000,),
     570.0,
@@ -87,10 +89,10 @@ SMOKE = Mode(
     0.05,
     2,
     1,
-    256 * MIB,
-    128 * MIB,
+    512 * MIB,
+    64 * MIB,
     (20_000,),
-    200.0,
+    300.0,
 )
 
 
@@ -118,6 +120,7 @@ class Bench:
         self._journal = journal
         self._console = console
         self._budget = Budget(mode.budget_s)
+        self._kept: dict[str, StoreWorker] = {}
         self.absent: dict[str, str] = {}
         self.about: dict[str, dict[str, Any]] = {}
         self.skipped: list[str] = []
@@ -125,13 +128,18 @@ class Bench:
     def run(self) -> None:
         """Measure what the journal does not have yet."""
         self._once("disk", fio, self._folder)
-        self._once("lookups", lookups, 0.5 if self._mode is not SMOKE else 0.02)
+        for script in ("lookups", "host_lookups"):
+            self._once(script, lookups, script, 0.5 if self._mode is not SMOKE else 0.02)
         for count in (CHAIN_ONLY, *self._mode.records):
             self._once(f"records|{count}", records, self._folder, count)
-        for round_number in range(self._mode.rounds):
-            for size in self._mode.sizes:
-                for name in in_turns(list(self._systems), round_number):
-                    self._unit(Unit(name, size, round_number))
+        try:
+            for round_number in range(self._mode.rounds):
+                for size in self._mode.sizes:
+                    for name in in_turns(list(self._systems), round_number):
+                        self._unit(Unit(name, size, round_number))
+        finally:
+            for worker in self._kept.values():
+                worker.close()
 
     def _once(self, key: str, measure: Any, *arguments: Any) -> None:
         if key in self._journal.done:
@@ -155,9 +163,9 @@ class Bench:
         folder = self._folder / "data"
         folder.mkdir(exist_ok=True)
         try:
-            system = self._systems[unit.system]
-            worker = StoreWorker(system, self._folder / f"{Path(system.script).stem}.log", START_S)
+            worker = self._started(unit.system)
         except (WorkerFailed, OSError) as error:
+            system = self._systems[unit.system]
             self.absent[unit.system] = f"{system.python} {system.script}: {error}"
             self._console.log(f"{unit.system} is absent: {error}")
             return
@@ -165,14 +173,27 @@ class Bench:
             self._open(worker, unit)
             for op, clients in left:
                 self._measure(worker, unit, op, clients)
-            worker.ask(60.0, do="close")
+            worker.ask(START_S, do="close")
+            if worker.system.options.get("is_kept"):
+                worker.pause()
+                self._kept[unit.system] = worker
         except WorkerFailed as error:
             # It may be the size's own: the others are tried all the same.
             self._journal.record(f"{unit.system}|{unit.size}|failed|{unit.round}", skipped=str(error))
             self._console.log(f"{unit.system} at {unit.size // KIB} KiB: {error}")
         finally:
-            worker.close()
+            if unit.system not in self._kept:
+                worker.close()
             shutil.rmtree(folder, ignore_errors=True)
+
+    def _started(self, name: str) -> StoreWorker:
+        """A fresh process; or the one of the last size, of a system that takes long to start."""
+        worker = self._kept.pop(name, None)
+        if worker is not None:
+            worker.resume()
+            return worker
+        system = self._systems[name]
+        return StoreWorker(system, self._folder / f"{Path(system.script).stem}.log", START_S)
 
     def _open(self, worker: StoreWorker, unit: Unit) -> None:
         mode = self._mode
@@ -195,9 +216,11 @@ class Bench:
         mode = self._mode
         key = unit.name(op, clients)
         fields = {**unit._asdict(), "op": op, "clients": clients}
+        is_long = op.endswith("64") and 64 * unit.size > LONG_BYTES
+        slices = min(mode.slices, 2) if is_long else mode.slices
         try:
             found = worker.ask(
-                START_S, do="measure", op=op, clients=clients, seconds=mode.seconds, slices=mode.slices
+                START_S, do="measure", op=op, clients=clients, seconds=mode.seconds, slices=slices
             )
         except WorkerFailed as error:
             self._journal.record(key, **fields, skipped=str(error))
@@ -234,9 +257,9 @@ def fio(folder: Path) -> dict[str, float]:
     return found
 
 
-def lookups(seconds: float) -> dict[str, Any]:
-    """Hashing, lookup, lease and a bare echo, in a process of their own."""
-    return _script("lookups.py", "--seconds", str(seconds))
+def lookups(script: str, seconds: float) -> dict[str, Any]:
+    """Hashing, lookup, lease and a bare echo; or the same store from another process."""
+    return _script(f"{script}.py", "--seconds", str(seconds))
 
 
 def records(folder: Path, count: int) -> dict[str, Any]:
@@ -340,11 +363,15 @@ def reaches(rows: list[dict[str, Any]], entries: dict[str, dict[str, Any]]) -> l
             add(f"{name}, of memcpy and xxh3-64", copied, COPY_BOUND, at_least=True)
         if row["system"] == OURS["ssd"] and row["size"] >= 2 * MIB and "raw_best" in row["of"]:
             add(f"{name}, of the raw disk", row["of"]["raw_best"]["median"], DISK_BOUND, at_least=True)
-    looked = entries.get("lookups", {}).get("found", {})
-    if looked:
+    looked = {
+        name: times
+        for script in ("lookups", "host_lookups")
+        for name, times in entries.get(script, {}).get("found", {}).items()
+    }
+    if "lookup_512" in looked:
         add("lookup of 512 keys, us", looked["lookup_512"]["p50_us"], LOOKUP_BOUND_US, at_least=False)
         for n, bound in ECHO_BOUNDS.items():
-            if f"host_lease_{n}" in looked:
+            if looked.keys() >= {f"host_lease_{n}", f"echo_{n}"}:
                 times = looked[f"host_lease_{n}"]["p50_us"] / looked[f"echo_{n}"]["p50_us"]
                 add(f"lookup and lease of {n} from another process, of an echo", times, bound, at_least=False)
     return found + growth(entries)
@@ -390,7 +417,7 @@ def table(rows: list[dict[str, Any]], names: list[str]) -> Table:
     """Systems side by side, gigabytes per second."""
     shown = Table("blocks", *names, title="GB/s, median; in brackets the part of a memcpy beside it")
     by_unit: dict[tuple[Any, ...], dict[str, str]] = {}
-    for row in rows:
+    for row in (row for row in rows if row["system"] in names):
         cell = "failed"
         if "bytes_per_s" in row:
             cell = f"{row['bytes_per_s']['median'] / 1e9:.2f} ({row['of']['memcpy']['median']:.2f})"
@@ -407,6 +434,7 @@ def systems_of(arguments: argparse.Namespace, dram_bytes: int, folder: Path) -> 
     base = {"threads": 2, "folder": str(folder / "data"), "dram_bytes": dram_bytes}
     asked: list[tuple[str, Path | None, str, dict[str, Any]]] = [
         (OURS["dram"], own, "workmem_store.py", {"medium": "dram"}),
+        ("workmem host", own, "workmem_store.py", {"medium": "dram", "host": True}),
         (
             "mooncake local",
             arguments.mooncake_python,
@@ -424,7 +452,7 @@ def systems_of(arguments: argparse.Namespace, dram_bytes: int, folder: Path) -> 
         ("lmdb memory", arguments.lmdb_python, "lmdb_map.py", {"medium": "dram"}),
         (OURS["ssd"], own, "workmem_store.py", {"medium": "ssd"}),
         ("lmcache disk", arguments.lmcache_python, "lmcache_local.py", {"medium": "ssd"}),
-        ("vllm fs", arguments.vllm_python, "vllm_fs.py", {"medium": "ssd"}),
+        ("vllm fs", arguments.vllm_python, "vllm_fs.py", {"medium": "ssd", "is_kept": True}),
         ("lmdb disk", arguments.lmdb_python, "lmdb_map.py", {"medium": "ssd"}),
     ]
     chosen = arguments.only.split(",") if arguments.only else [name for name, *_ in asked]
@@ -459,7 +487,7 @@ def parsed(words: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     arguments = parsed()
     mode: Mode = arguments.mode
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 150)
     out = arguments.out or RESULTS / f"store-{mode.name}.json"
     folder = (arguments.folder or Path(tempfile.gettempdir())) / f"workmem-bench-{out.stem}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -486,7 +514,8 @@ def main() -> None:
         "raw": [entry for entry in journal.done.values() if "op" in entry],
     }
     write_result(out, body)
-    console.print(table(rows, [system.name for system in systems]))
+    for medium in ("dram", "ssd"):
+        console.print(table(rows, [name for name in media if media[name] == medium]))
     for reach in body["reaches"]:
         mark = "met   " if reach["is_met"] else "missed"
         console.print(f"{mark} {reach['what']}: {reach['measured']:.3g} (bound {reach['bound']:.3g})")

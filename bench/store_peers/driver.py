@@ -90,7 +90,7 @@ class Store:
         """Other processes whose CPU time is its own."""
 
     def open(self, memory: Memory) -> None:
-        """Start empty. Called once."""
+        """Start empty. Called again after `close` where the controller keeps the process."""
         raise NotImplementedError
 
     def client(self) -> Client:
@@ -186,9 +186,15 @@ class Bench:
         first, count = (SINGLES, 1) if op == "get" else (CHAINS, BATCH)
         memory.target[:count] = 255
         moved = client.read(range(first, first + count), 0)
-        for i in range(moved):
-            if not np.array_equal(memory.target[i], memory.source[(first + i) % memory.rows]):
+        right = 0
+        for i in range(count):
+            row = memory.target[i]
+            if np.array_equal(row, memory.source[(first + i) % memory.rows]):
+                right += 1
+            elif (row != 255).any():
                 raise RuntimeError(f"{op}: block {i} is not what was stored")
+        if right != moved:
+            raise RuntimeError(f"{op}: {moved} blocks were said to have arrived, {right} did")
 
     def _step(self, op: str, number: int, clients: int) -> Callable[[Slice], bool]:
         """One operation of client `number`; False when there is nothing left to read."""
@@ -346,6 +352,7 @@ def serve(load: Callable[[dict[str, Any]], Store]) -> None:
                 bench.verify(request["op"])
                 say({"done": measured})
             else:
+                bench = None
                 store.close()
                 say({"done": {}})
         except Exception as error:  # noqa: BLE001 - boundary to foreign code: the controller records it

@@ -21,23 +21,26 @@ import numpy as np
 from workmem.core.keys import BlockKey, block_keys
 from workmem.core.layout import BLOCK_TOKENS, KVLayout, Namespace
 from workmem.store.config import DramConfig, SsdConfig, StoreConfig
-from workmem.store.contract import BlockId, PageWrite
+from workmem.store.contract import BlockId, KVStore, PageWrite
 from workmem.store.store import Store
 
 BLOCKS = (32, 512)
 LAYOUT = KVLayout(dtype="bf16", layers=1, kv_heads=1, head_dim=64)
-KEY_BYTES, ADDRESS_BYTES = 32, 24
-"""Of a message and of its answer, per block: offset, generation and length are 8 bytes each."""
+KEY_BYTES, ADDRESS_BYTES = 32, 16
+"""Of a message and of its answer, per block: where the page lies, and the generation of the frame under it."""
 
 
-def timed(call: Callable[[], object], seconds: float) -> dict[str, Any]:
-    """Microseconds of one call, after a tenth of the calls as a warm-up."""
+def timed(
+    call: Callable[[], object], seconds: float, after: Callable[[], object] = lambda: None
+) -> dict[str, Any]:
+    """Microseconds of one call, after a tenth of the calls as a warm-up. `after` follows each call, untimed."""
     times: list[float] = []
     until = time.perf_counter() + seconds * 1.1
     begin = time.perf_counter() + seconds * 0.1
     while (start := time.perf_counter()) < until or len(times) < 20:
         call()
         end = time.perf_counter()
+        after()
         if start >= begin:
             times.append(end - start)
     ordered = np.sort(times) * 1e6
@@ -48,7 +51,7 @@ def timed(call: Callable[[], object], seconds: float) -> dict[str, Any]:
     }
 
 
-def saved_prefix(store: Store, blocks: int) -> tuple[bytes, list[int], list[BlockKey]]:
+def saved_prefix(store: KVStore, blocks: int) -> tuple[bytes, list[int], list[BlockKey]]:
     """A chain in dram: root, token ids, keys."""
     root = store.register(Namespace(model_fingerprint="bench", layout=LAYOUT))
     tokens = list(range(blocks * BLOCK_TOKENS))

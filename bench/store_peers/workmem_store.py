@@ -1,7 +1,8 @@
-"""workmem, in this process: dram alone, or an ssd tier that is read past an empty dram."""
+"""workmem: dram of this process, dram that another process serves, or an ssd tier read past an empty dram."""
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import queue
@@ -21,7 +22,7 @@ import workmem
 from workmem.core.keys import BlockKey
 from workmem.core.layout import KVLayout, Namespace
 from workmem.store.config import DramConfig, SsdConfig, StoreConfig
-from workmem.store.contract import BlockId, Lease, PageWrite, SaveState
+from workmem.store.contract import BlockId, KVStore, Lease, PageWrite, SaveState
 from workmem.store.store import Store
 
 LAYOUTS = {
@@ -39,7 +40,7 @@ RAW_REQUEST_BYTES = 2 << 20
 
 
 class Workmem(driver.Store):
-    """`medium` is what is measured: dram, or ssd."""
+    """`medium` is what is measured: dram, or ssd. With `host` the arena is another process's."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         super().__init__(
@@ -51,7 +52,9 @@ class Workmem(driver.Store):
         self._folder = Path(options["folder"]) / "workmem"
         self._dram_bytes: int = options["dram_bytes"]
         self._raw: RawFile | None = None
-        self._store: Store | None = None
+        self._host: bool = options.get("host", False)
+        self._ending = contextlib.ExitStack()
+        self._store: KVStore | None = None
         self.reads_once = self._medium == "ssd"
 
     def open(self, memory: Memory) -> None:
@@ -65,10 +68,21 @@ class Workmem(driver.Store):
             self._raw = RawFile(self._folder.with_name("raw"), memory)
 
     def _start(self) -> None:
+        self._store = self._attach() if self._host else self._own()
+        self._root = self._store.register(Namespace(model_fingerprint="bench", layout=self._layout))
+
+    def _attach(self) -> KVStore:
+        from host_server import hosted  # noqa: PLC0415
+        from workmem.store.host.client import HostStore  # noqa: PLC0415
+
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        place = self._folder / "socket"
+        self.pids = [self._ending.enter_context(hosted(place, self._dram_bytes))]
+        return HostStore(place)
+
+    def _own(self) -> KVStore:
         ssd = SsdConfig(enabled=self._medium == "ssd", path=str(self._folder), bytes="64GiB")
-        self._store = Store(StoreConfig(dram=DramConfig(bytes=self._dram_bytes), ssd=ssd))
-        namespace = Namespace(model_fingerprint="bench", layout=self._layout)
-        self._root = self._store.register(namespace)
+        return Store(StoreConfig(dram=DramConfig(bytes=self._dram_bytes), ssd=ssd))
 
     def renew(self) -> None:
         """See `Store.renew`."""
@@ -95,6 +109,7 @@ class Workmem(driver.Store):
         """See `Store.close`."""
         if self._store is not None:
             self._store.close()
+        self._ending.close()
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.with_name("raw").unlink(missing_ok=True)
 
@@ -103,7 +118,7 @@ class Caller:
     """Leases, copies, checks, releases; saves, and waits until told."""
 
     def __init__(
-        self, store: Store, root: bytes, layout: KVLayout, memory: Memory, *, waits_for_disk: bool
+        self, store: KVStore, root: bytes, layout: KVLayout, memory: Memory, *, waits_for_disk: bool
     ) -> None:
         self._store = store
         self._root = root

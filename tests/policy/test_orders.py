@@ -8,16 +8,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from workmem.policy.grouped import GroupedOrder
 from workmem.policy.lru import Lru
-from workmem.policy.order import NO_ROW, EvictionOrder
+from workmem.policy.order import NO_ROW, EvictionOrder, Loss, Prospect
 from workmem.policy.s3fifo import S3Fifo
 from workmem.policy.segmented_lru import SegmentedLru
+from workmem.policy.value import ValueOrder
 
 ORDERS: dict[str, Callable[[], EvictionOrder]] = {
     "segmented_lru": lambda: SegmentedLru(1 << 40),
     "segmented_lru_tight": lambda: SegmentedLru(6),
     "lru": Lru,
+    "grouped": lambda: GroupedOrder(lambda: SegmentedLru(6)),
     "s3fifo": lambda: S3Fifo(1 << 40),
+    "value": lambda: ValueOrder(even_depth=3),
     "s3fifo_tight": lambda: S3Fifo(40),
 }
 
@@ -204,6 +208,43 @@ def test_touched_rows_do_not_pile_up(order):
     assert drain(order) == list(reversed(range(64)))
 
 
+def test_pinned_goes_last_but_goes(order):
+    for row in range(4):
+        order.insert(row, NO_ROW, 1)
+    order.advise([0, 1], prospect=Prospect.PINNED)
+    order.touch([3])
+    order.touch([0])
+    assert drain(order)[2:] == [1, 0]
+
+
+def test_pin_that_ended_protects_no_longer(order):
+    order.insert(0, NO_ROW, 1)
+    order.insert(1, NO_ROW, 1)
+    order.advise([0, 1], prospect=Prospect.PINNED)
+    order.advise([1], prospect=Prospect.UNKNOWN)
+    order.insert(2, NO_ROW, 1)
+    assert drain(order)[2] == 0
+
+
+def test_pin_given_while_a_block_is_parked_counts_when_it_comes_back(order):
+    for row in range(3):
+        order.insert(row, NO_ROW, 1)
+    order.pick(lambda row: row == 0)
+    order.advise([0], prospect=Prospect.PINNED)
+    order.unpark(0)
+    assert drain(order)[2] == 0
+
+
+def test_pin_of_a_block_that_left_says_nothing_of_the_next_in_its_row(order):
+    order.insert(0, NO_ROW, 1)
+    order.advise([0], prospect=Prospect.PINNED)
+    order.remove(0)
+    order.insert(0, NO_ROW, 1)
+    order.insert(1, NO_ROW, 1)
+    order.advise([1], prospect=Prospect.PINNED)
+    assert drain(order) == [0, 1]
+
+
 class World:
     """A tier's blocks in dicts, beside the order that is tested."""
 
@@ -222,7 +263,7 @@ class World:
             parent = self.row(number) if number % 3 else NO_ROW
             row = self.free.pop()
             self.parents[row] = parent
-            self.order.insert(row, parent, 1 + number % 4)
+            self.order.insert(row, parent, 1 + number % 4, is_back=number % 5 == 0)
 
     def restore(self, number: int) -> None:
         if len(self.free) > 1:
@@ -264,8 +305,13 @@ class World:
         if row != NO_ROW:
             self.remove(row)
 
+    def advise(self, number: int) -> None:
+        rows = sorted(self.parents)[: 1 + number % 3]
+        self.order.advise(rows, prospect=Prospect(number % 4), loss=Loss(number % 2) if number % 3 else None)
+
 
 STEPS = [
+    World.advise,
     World.insert,
     World.insert,
     World.restore,

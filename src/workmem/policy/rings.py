@@ -1,7 +1,7 @@
 """Blocks of a tier in doubly linked rings, by row: what every eviction order here is made of.
 
 Columns of numbers, 21 bytes per block, no object per block. A block that cannot leave is taken out of its
-ring when it comes up as a victim, so no pick meets it twice. Rules E1-E9: docs/internals/eviction.md.
+ring when it comes up as a victim, so no pick meets it twice. Rules E1-E10: docs/internals/eviction.md.
 """
 
 from __future__ import annotations
@@ -10,35 +10,39 @@ import re
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 
 from workmem.policy.order import NO_ROW, Loss, Prospect
 
 PENDING_MAX = 1 << 13
 """Touched rows that may wait: taking them in costs some 5 ms, the longest that a touch may last."""
 
-PRESENT, REUSED, PARKED, HELD = 1, 2, 4, 8
-"""Flags of a row. Parked: outside its ring. Held: and waiting for `unpark`."""
+PRESENT, REUSED, PARKED, HELD, PINNED = 1, 2, 4, 8, 16
+"""Flags of a row. Parked: outside its ring. Held: and waiting for `unpark`. Pinned: in the ring of its own."""
 
 
 class Rings:
-    """Base of the orders. Each ring runs through an end (positions 0 to `ends` - 1), so no link is ever missing.
+    """Base of the orders. Each ring runs through an end (positions 0 to `ends`), so no link is ever missing.
 
     `_older[end]` is the newest of a ring and `_newer[end]` its oldest, the next victim. A subclass says
     what a use changes (`_use`) and, where there is more than one ring, which of them a block enters
     (`_ring_of_new`) and returns to (`_ring_of`), and in which order they give victims (`_victim_rings`).
+    The last ring is that of pinned blocks, in every order.
     """
 
     def __init__(self, ends: int) -> None:
-        self._first = ends
+        self._pinned_end = ends
+        self._first = ends + 1
         """Position of row 0."""
-        self._older = array("i", range(ends))
-        self._newer = array("i", range(ends))
+        self._older = array("i", range(ends + 1))
+        self._newer = array("i", range(ends + 1))
         self._parent = array("i")
         self._children = array("I")
         self._size = array("I")
         self._flags = bytearray()
         self._pending: list[int] = []
         self._count = 0
+        self._pinned = 0
         self._last = NO_ROW
         """The row inserted last, while it lies where it was put."""
         self._last_end = 0
@@ -110,9 +114,27 @@ class Rings:
             self._take_in()
 
     def advise(
-        self, rows: Sequence[int], *, prospect: Prospect | None = None, loss: Loss | None = None
+        self,
+        rows: Sequence[int],
+        *,
+        prospect: Prospect | None = None,
+        loss: Loss | None = None,  # noqa: ARG002 - for subclasses
     ) -> None:
-        """See `EvictionOrder.advise`. Ignored here."""
+        """See `EvictionOrder.advise`. Pins count in every order, the rest where a subclass says so."""
+        if self._pending:
+            self._take_in()
+        if prospect is None:
+            return
+        for row in rows:
+            flags = self._flags[row]
+            is_pinned = prospect == Prospect.PINNED
+            if not flags or is_pinned == bool(flags & PINNED):
+                continue
+            self._pinned += 1 if is_pinned else -1
+            self._flags[row] ^= PINNED
+            if not flags & PARKED:
+                self._renew((row,), self._pinned_end if is_pinned else self._ring_of(row))
+        self._last = NO_ROW
 
     def remove(self, row: int) -> None:
         """See `EvictionOrder.remove`."""
@@ -123,6 +145,7 @@ class Rings:
         if not flags & PARKED:
             self._unlink(row + self._first)
         self._forget(row)
+        self._pinned -= bool(flags & PINNED)
         self._flags[row] = 0
         self._count -= 1
         if row == self._last:
@@ -140,12 +163,12 @@ class Rings:
         """See `EvictionOrder.pick`."""
         if self._pending:
             self._take_in()
-        for end in self._victim_rings():
+        for end in chain(self._victim_rings(), (self._pinned_end,)):
             while (position := self._newer[end]) != end:
                 row = position - self._first
                 if self._children[row]:
                     self._flags[row] |= PARKED
-                elif self._spare(row):
+                elif end != self._pinned_end and self._spare(row):
                     continue
                 elif is_held(row):
                     self._flags[row] |= PARKED | HELD
@@ -177,7 +200,7 @@ class Rings:
 
     def _victim_rings(self) -> Iterable[int]:
         """Ends of the rings in the order in which they give victims."""
-        return range(self._first)
+        return range(self._pinned_end)
 
     def _use(self, rows: Sequence[int]) -> None:
         """Used blocks, least recent first. Parked ones go back into a ring, whoever holds them (E4)."""
@@ -191,21 +214,30 @@ class Rings:
         """A block leaves: take it out of whatever a subclass counts."""
 
     def _renew(self, rows: Sequence[int], end: int) -> None:
-        """Make blocks the newest of a ring, the last one given the newest of all."""
-        older, newer, flags, first = self._older, self._newer, self._flags, self._first
-        for row in rows:
-            position = row + first
+        """Make blocks the newest of a ring, the last one given the newest of all.
+
+        A prefix that is used again mostly lies in one piece, and is moved as one.
+        """
+        older, newer, flags, first_row = self._older, self._newer, self._flags, self._first
+        at, count = 0, len(rows)
+        while at < count:
+            row = rows[at]
+            first = last = row + first_row
+            at += 1
             if flags[row] & PARKED:
                 flags[row] &= ~(PARKED | HELD)
             else:
-                before, after = older[position], newer[position]
+                while at < count and newer[last] == rows[at] + first_row:
+                    last = newer[last]
+                    at += 1
+                before, after = older[first], newer[last]
                 older[after] = before
                 newer[before] = after
             before = older[end]
-            older[end] = position
-            newer[position] = end
-            older[position] = before
-            newer[before] = position
+            older[end] = last
+            newer[last] = end
+            older[first] = before
+            newer[before] = first
 
     def _link(self, position: int, newer: int) -> None:
         """Put a position on the older side of another."""
@@ -223,7 +255,8 @@ class Rings:
     def _return(self, row: int) -> None:
         """A parked row may leave again: it was the oldest when it was parked (E5)."""
         self._flags[row] &= ~PARKED
-        self._link(row + self._first, self._newer[self._ring_of(row)])
+        end = self._pinned_end if self._flags[row] & PINNED else self._ring_of(row)
+        self._link(row + self._first, self._newer[end])
         self._last = NO_ROW
 
     def _take_in(self) -> None:
@@ -232,7 +265,11 @@ class Rings:
         self._pending.clear()
         self._last = NO_ROW
         flags, rows = self._flags, len(self._flags)
-        self._use([row for row in reversed(newest_first) if row < rows and flags[row]])
+        used = [row for row in reversed(newest_first) if row < rows and flags[row]]
+        if self._pinned:
+            self._renew([row for row in used if flags[row] & PINNED], self._pinned_end)
+            used = [row for row in used if not flags[row] & PINNED]
+        self._use(used)
 
     def _reach(self, row: int) -> None:
         missing = row + 1 - len(self._flags)

@@ -1,0 +1,112 @@
+"""Ghosts: keys of blocks that left a tier, and what a bigger tier would have hit. Pure.
+
+Ghosts lie in the order in which they left, cut into stretches: the first holds what a tier of 1.25
+capacities would still have, and so on. Exact for LRU with blocks of one size; close for the orders here.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from itertools import pairwise
+
+from workmem.policy.order import NO_ROW
+from workmem.policy.rings import Rings
+
+SIZES = (1.25, 1.5, 2.0, 4.0)
+"""Sizes of the imagined tiers, in capacities of the real one."""
+
+
+class Ghosts(Rings):
+    """Bounded memory of what left one tier: some 130 bytes per ghost, most of it its entry in a dict.
+
+    `entries_max` bounds the ghosts kept; one that is pushed out by that counts in `cut_short`. `one_in`
+    thins them out: of all keys only those are followed whose own bits say so, one in so many, and their
+    hits count so many times. Keys must be uniform in their first 8 bytes, as digests are.
+    """
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        *,
+        sizes: Sequence[float] = SIZES,
+        entries_max: int = 1 << 16,
+        one_in: int = 1,
+    ) -> None:
+        super().__init__(ends=len(sizes))
+        self._sizes = tuple(sorted(sizes))
+        edges = [int((size - 1) * capacity_bytes / one_in) for size in (1.0, *self._sizes)]
+        self._room = [edge - before for before, edge in pairwise(edges)]
+        """Bytes left in each stretch."""
+        self._entries_max = entries_max
+        self._one_in = one_in
+        self._row_of: dict[int, int] = {}
+        self._number = array("Q")
+        self._stretch = bytearray()
+        self._free: list[int] = []
+        self._hits = [0] * len(self._sizes)
+        self.misses = 0
+        """Blocks asked for that the tier did not have."""
+        self.cut_short = 0
+
+    def left(self, key: bytes, size: int) -> None:
+        """A block of `size` bytes was evicted."""
+        number = int.from_bytes(key[:8], "little")
+        if number % self._one_in:
+            return
+        if number in self._row_of:
+            self._drop(self._row_of[number])
+        row = self._free.pop() if self._free else len(self._number)
+        self.insert(row, NO_ROW, size)
+        self._row_of[number] = row
+        self._number[row] = number
+        self._room[0] -= size
+        self._stretch[row] = 0
+        for stretch in range(len(self._sizes)):
+            self._spill(stretch)
+        if len(self) > self._entries_max:
+            self.cut_short += 1
+            last = max(end for end in range(len(self._sizes)) if self._newer[end] != end)
+            self._drop(self._newer[last] - self._first)
+
+    def asked(self, key: bytes) -> float:
+        """A block was asked for and is not here: in how big a tier, in capacities, it would have been.
+
+        One of `sizes`, or infinity. The ghost is given up: the block is about to come back.
+        """
+        self.misses += 1
+        row = self._row_of.get(int.from_bytes(key[:8], "little"))
+        if row is None:
+            return float("inf")
+        stretch = self._stretch[row]
+        self._hits[stretch] += self._one_in
+        self._drop(row)
+        return self._sizes[stretch]
+
+    def hits(self) -> dict[float, int]:
+        """By size of the imagined tier: of the `misses`, how many blocks it would have had."""
+        return {size: sum(self._hits[: index + 1]) for index, size in enumerate(self._sizes)}
+
+    def _spill(self, stretch: int) -> None:
+        """Pass the oldest of a stretch on to the next, or out of the last, until it fits."""
+        while self._room[stretch] < 0:
+            row = self._newer[stretch] - self._first
+            if stretch + 1 == len(self._sizes):
+                self._drop(row)
+                continue
+            self._room[stretch] += self._size[row]
+            self._room[stretch + 1] -= self._size[row]
+            self._stretch[row] = stretch + 1
+            self._renew((row,), stretch + 1)
+
+    def _drop(self, row: int) -> None:
+        self.remove(row)
+        self._room[self._stretch[row]] += self._size[row]
+        del self._row_of[self._number[row]]
+        self._free.append(row)
+
+    def _reach(self, row: int) -> None:
+        super()._reach(row)
+        missing = len(self._flags) - len(self._stretch)
+        self._number.frombytes(bytes(8 * missing))
+        self._stretch.extend(bytes(missing))

@@ -1,0 +1,179 @@
+"""What is worth least leaves first: value = P(reuse) x cost to recompute / bytes. Rules E11-E16: docs/internals/eviction.md.
+
+A block lives for a time that is proportional to its value, measured in turnovers of the tier (greedy-dual).
+Values are whole steps on a wheel of rings: a pick takes the oldest leaf of the ring under the hand, and the
+hand goes on when that ring is empty. So a pick costs O(1), and a block 25 bytes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+
+from workmem.policy.order import NO_ROW, Loss, Prospect
+from workmem.policy.rings import PARKED, PINNED, Rings
+
+EVEN_DEPTH = 2048
+"""Depth, in blocks of 16 tokens, at which attention over the prefix costs as much as a block's own layers.
+
+Per token a model of 8e9 parameters does 1.6e10 operations in its layers and 5e5 per token of context, so
+they are even at 32 thousand tokens. Larger models have it further out, smaller ones nearer.
+"""
+RELOAD_COST = 0.25
+"""Of recomputing, where another tier holds the block: a 2 MiB page is read from NVMe in 0.5 ms, and computed
+in 2 ms by a GPU that prefills 8,000 tokens a second."""
+STEPS = 64
+"""Steps of the wheel that a block lives which is certain to be used again and costs 1."""
+DEPTH_FACTOR_MAX = 6.0
+"""Past it a deeper block is not worth more: a single context of a million tokens must not own the tier."""
+USES_MAX = 7
+"""Further uses are not told apart: each class needs enough blocks to learn from."""
+PRIOR_ENDINGS = 64.0
+"""Before anything is seen each class counts as if so many blocks had ended, half of them by being used again."""
+HALF_LIFE = 1 << 14
+"""Endings of a class after which what was learned before counts half: workloads change."""
+
+_RINGS = 512
+"""Of the wheel: more than the longest life, so that no block laps the hand."""
+_LIFE_MAX = _RINGS - 1
+_PROSPECT, _LOSS = 3, 4
+"""Bits of the advice column."""
+
+
+class ReuseOdds:
+    """How likely a block is used again, by how often it was: learned from how blocks in each class ended."""
+
+    def __init__(self) -> None:
+        self._used = [PRIOR_ENDINGS / 2] * (USES_MAX + 1)
+        self._ended = [PRIOR_ENDINGS] * (USES_MAX + 1)
+        self.odds = [0.5] * (USES_MAX + 1)
+
+    def count(self, uses: int, *, again: int, left: int) -> None:
+        """`again` blocks that had been used `uses` times were used once more, `left` were evicted instead."""
+        self._used[uses] += again
+        self._ended[uses] += again + left
+        if self._ended[uses] > 2 * HALF_LIFE:
+            self._used[uses] /= 2
+            self._ended[uses] /= 2
+        self.odds[uses] = min(1.0, self._used[uses] / self._ended[uses])
+
+
+class ValueOrder(Rings):
+    """See `EvictionOrder`. Takes all advice: pins, announced uses, sessions that are done, copies elsewhere."""
+
+    def __init__(self, *, even_depth: int = EVEN_DEPTH) -> None:
+        super().__init__(ends=_RINGS)
+        self._even_depth = even_depth
+        self._hand = 0
+        self._depth = array("H")
+        self._uses = bytearray()
+        self._advice = bytearray()
+        self._reuse = ReuseOdds()
+
+    def advise(
+        self, rows: Sequence[int], *, prospect: Prospect | None = None, loss: Loss | None = None
+    ) -> None:
+        """See `EvictionOrder.advise`."""
+        super().advise(rows, prospect=prospect, loss=loss)
+        for row in rows:
+            if not self._flags[row]:
+                continue
+            advice = self._advice[row]
+            if prospect is not None:
+                advice = (advice & ~_PROSPECT) | prospect
+            if loss is not None:
+                advice = (advice & ~_LOSS) | (loss * _LOSS)
+            if advice == self._advice[row]:
+                continue
+            self._advice[row] = advice
+            if self._flags[row] & (PARKED | PINNED):
+                continue
+            if prospect == Prospect.DONE:
+                self._unlink(row + self._first)
+                self._return(row)
+            else:
+                self._renew((row,), self._ring(row))
+        self._last = NO_ROW
+
+    def restore(self, rows: Sequence[int], parents: Sequence[int], sizes: Sequence[int]) -> None:
+        """See `EvictionOrder.restore`."""
+        super().restore(rows, parents, sizes)
+        for row in rows:
+            self._uses[row] = self._advice[row] = self._depth[row] = 0
+        for row, parent in zip(rows, parents, strict=True):
+            if parent != NO_ROW and not self._depth[row]:
+                self._find_depth(row)
+
+    def _find_depth(self, row: int) -> None:
+        path = []
+        while self._parent[row] != NO_ROW and not self._depth[row]:
+            path.append(row)
+            row = self._parent[row]
+        depth = self._depth[row]
+        for below in reversed(path):
+            depth = min(depth + 1, 65535)
+            self._depth[below] = depth
+
+    def _ring_of_new(self, row: int, parent: int, *, is_back: bool) -> int:
+        self._depth[row] = min(self._depth[parent] + 1, 65535) if parent != NO_ROW else 0
+        self._uses[row] = 0
+        if is_back:
+            # It had not ended when it left. Without this, what leaves too early could never prove itself.
+            self._uses[row] = 1
+            self._reuse.count(0, again=1, left=-1)
+        self._advice[row] = 0
+        return self._ring(row)
+
+    def _ring_of_restored(self, rows: Sequence[int], sizes: Sequence[int]) -> int:  # noqa: ARG002 - a hook
+        return (self._hand + max(1, int(self._reuse.odds[0] * STEPS))) % _RINGS
+
+    def _ring_of(self, row: int) -> int:  # noqa: ARG002 - a hook
+        return self._hand
+
+    def _ring(self, row: int) -> int:
+        """Where a block belongs that is used, or looked at anew, now."""
+        advice = self._advice[row]
+        odds = 1.0 if advice & _PROSPECT == Prospect.EXPECTED else self._reuse.odds[self._uses[row]]
+        cost = min(1 + self._depth[row] / self._even_depth, DEPTH_FACTOR_MAX)
+        if advice & _LOSS:
+            cost *= RELOAD_COST
+        life = min(max(1, int(odds * cost * STEPS)), _LIFE_MAX)
+        return (self._hand + life) % _RINGS
+
+    def _victim_rings(self) -> Iterable[int]:
+        for _ in range(_RINGS):
+            yield self._hand
+            self._hand = (self._hand + 1) % _RINGS
+
+    def _use(self, rows: Sequence[int]) -> None:
+        seen = [0] * (USES_MAX + 1)
+        uses_of, advice_of = self._uses, self._advice
+        for row in rows:
+            uses = uses_of[row]
+            seen[uses] += 1
+            if uses < USES_MAX:
+                uses_of[row] = uses + 1
+            if advice_of[row] & _PROSPECT in {Prospect.EXPECTED, Prospect.DONE}:
+                advice_of[row] &= ~_PROSPECT
+        for uses, again in enumerate(seen):
+            if again:
+                self._reuse.count(uses, again=again, left=0)
+        run: list[int] = []
+        run_end = -1
+        for row in rows:  # Neighbours in a chain mostly share a ring.
+            end = self._ring(row)
+            if end != run_end:
+                self._renew(run, run_end)
+                run, run_end = [], end
+            run.append(row)
+        self._renew(run, run_end)
+
+    def _forget(self, row: int) -> None:
+        self._reuse.count(self._uses[row], again=0, left=1)
+
+    def _reach(self, row: int) -> None:
+        super()._reach(row)
+        missing = len(self._flags) - len(self._uses)
+        self._depth.frombytes(bytes(2 * missing))
+        self._uses.extend(bytes(missing))
+        self._advice.extend(bytes(missing))

@@ -1,0 +1,146 @@
+"""The value order: what is worth more stays longer, for a reason each."""
+
+from __future__ import annotations
+
+from workmem.policy.order import NO_ROW, Loss, Prospect
+from workmem.policy.value import PRIOR_ENDINGS, ReuseOdds, ValueOrder
+
+
+def nobody_holds(_: int) -> bool:
+    return False
+
+
+def evict(order: ValueOrder) -> int:
+    row = order.pick(nobody_holds)
+    order.remove(row)
+    return row
+
+
+def drain(order: ValueOrder) -> list[int]:
+    return [evict(order) for _ in range(len(order))]
+
+
+def singles(count: int, order: ValueOrder | None = None) -> ValueOrder:
+    order = order or ValueOrder()
+    for row in range(count):
+        order.insert(row, NO_ROW, 1)
+    return order
+
+
+def test_oldest_first_among_equals():
+    assert drain(singles(5)) == [0, 1, 2, 3, 4]
+
+
+def test_deeper_block_outlives_a_shallow_one_that_is_newer():
+    order = ValueOrder(even_depth=4)
+    for row in range(9):
+        order.insert(row, row - 1, 1)
+    order.insert(9, NO_ROW, 1)
+    assert evict(order) == 9
+    assert evict(order) == 8
+
+
+def test_copy_elsewhere_makes_a_block_cheap_to_lose():
+    order = singles(3)
+    order.advise([2], loss=Loss.RELOAD)
+    assert drain(order) == [2, 0, 1]
+
+
+def test_done_goes_first_leaf_first():
+    order = ValueOrder()
+    for row in range(3):
+        order.insert(row, row - 1, 1)
+    order.insert(3, NO_ROW, 1)
+    order.advise([3], loss=Loss.RELOAD)
+    order.advise([0, 1, 2], prospect=Prospect.DONE)
+    assert drain(order) == [2, 1, 0, 3]
+
+
+def test_announced_use_keeps_a_block_longer_but_not_for_ever():
+    order = singles(100)
+    order.advise([0], prospect=Prospect.EXPECTED)
+    left = []
+    for _ in range(2000):
+        left.append(evict(order))
+        if left[-1] == 0:
+            break
+        order.insert(left[-1], NO_ROW, 1)
+    assert 99 < len(left) < 2000
+
+
+def test_pin_that_ends_leaves_a_block_as_one_looked_at_now():
+    order = singles(3)
+    order.advise([0], prospect=Prospect.PINNED)
+    order.advise([0], prospect=Prospect.UNKNOWN)
+    assert drain(order) == [1, 2, 0]
+
+
+def test_announcement_is_used_up_by_the_use():
+    order = singles(2)
+    order.advise([0, 1], prospect=Prospect.EXPECTED)
+    order.touch([0])
+    assert drain(order) == [0, 1]
+
+
+def test_scans_do_not_flush_what_is_used_again_and_again():
+    order = singles(100)
+    hot = list(range(90, 100))
+    left: set[int] = set()
+    for number in range(3000):
+        row = evict(order)
+        left.add(row if number > 500 else NO_ROW)
+        if row in hot:
+            hot.remove(row)
+        order.insert(row, NO_ROW, 1)
+        if number % 80 == 0:
+            for used in hot:
+                order.touch([used])
+    assert len(hot) == 10
+
+
+def test_block_that_comes_back_starts_as_reused():
+    order = ValueOrder()
+    order._reuse.count(0, again=0, left=10_000)
+    order.insert(0, NO_ROW, 1, is_back=True)
+    order.insert(1, NO_ROW, 1)
+    assert drain(order) == [1, 0]
+
+
+def test_block_that_comes_back_had_not_ended():
+    order = ValueOrder()
+    order._reuse.count(0, again=0, left=64)
+    assert order._reuse.odds[0] == 0.25
+    for row in range(32):
+        order.insert(row, NO_ROW, 1, is_back=True)
+    assert order._reuse.odds[0] == 0.5
+
+
+def test_odds_are_learned_and_forget():
+    odds = ReuseOdds()
+    assert odds.odds[0] == 0.5
+    odds.count(0, again=0, left=int(PRIOR_ENDINGS))
+    assert odds.odds[0] == 0.25
+    for _ in range(1000):
+        odds.count(0, again=100, left=0)
+    assert odds.odds[0] > 0.99
+    for _ in range(1000):
+        odds.count(0, again=0, left=100)
+    assert odds.odds[0] < 0.02
+    assert odds.odds[1] == 0.5
+
+
+def test_restored_blocks_know_their_depth():
+    order = ValueOrder(even_depth=4)
+    order.restore([8, 7, 6, 5, 0], [7, 6, 5, NO_ROW, NO_ROW], [1] * 5)
+    assert [order._depth[row] for row in (5, 6, 7, 8, 0)] == [0, 1, 2, 3, 0]
+    order.touch([5, 6, 7, 8])
+    assert evict(order) == 0
+
+
+def test_block_costs_at_most_32_bytes():
+    order = ValueOrder()
+    order.restore(range(10_000), [NO_ROW] * 10_000, [1] * 10_000)
+    columns = (order._older, order._newer, order._parent, order._children, order._size, order._depth)
+    used = sum(len(column) * column.itemsize for column in columns)
+    used += len(order._flags) + len(order._uses) + len(order._advice)
+    assert used <= 32 * 10_000

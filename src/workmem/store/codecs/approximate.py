@@ -85,7 +85,7 @@ class Fp8:
             return None
         peak = np.abs(page).max(axis=2, keepdims=True).max(axis=4, keepdims=True)
         scale = np.where(peak > 0, np.maximum(peak / np.float32(floats.E4M3_MAX), _SCALE_MIN), np.float32(1))
-        codes = floats.to_e4m3(page / scale)
+        codes = floats.to_e4m3((page / scale).astype(np.float32, copy=False))
         return body.pack([scale.astype("<f4").tobytes(), codes.tobytes()], key=key)
 
     def decode(self, stored: memoryview, into: memoryview, *, key: bytes, layout: KVLayout) -> None:

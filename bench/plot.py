@@ -17,7 +17,7 @@ mpl.use("Agg")
 
 import matplotlib.pyplot as plt
 
-_COLOURS = ("#3b6ea5", "#8fb3d9", "#d1495b", "#5c946e", "#a3c9a8", "#8d6a9f")
+_COLOURS = ("#3b6ea5", "#8fb3d9", "#d1495b", "#5c946e", "#a3c9a8", "#8d6a9f", "#c9a227")
 _OURS = "workmem"
 _SOURCES = ("cold", "vram", "dram", "ssd")
 _LABELS = {"cold": "computed", "vram": "vram hit", "dram": "dram hit", "ssd": "ssd hit after a restart"}
@@ -88,11 +88,11 @@ def plot_restart(result: dict[str, Any]) -> plt.Figure:
 def plot_store(result: dict[str, Any]) -> plt.Figure:
     """Rate of each store over the block size with one client; one row for memory, one for disk, operations side by side."""
     ops = ("get", "get64", "mixed", "put", "put64")
-    figure, panels = plt.subplots(2, len(ops), figsize=(15, 7), layout="constrained", sharey="row")
+    figure, panels = plt.subplots(2, len(ops), figsize=(16, 7), layout="constrained", sharey="row")
     for line, medium in zip(panels, ("dram", "ssd"), strict=True):
         names = [name for name, about in result["systems"].items() if about["medium"] == medium]
         for panel, op in zip(line, ops, strict=True):
-            for name, colour in zip(names, _COLOURS, strict=False):
+            for name, colour in zip(names, _COLOURS[: len(names)], strict=True):
                 rows = [
                     row
                     for row in result["rows"]
@@ -106,7 +106,7 @@ def plot_store(result: dict[str, Any]) -> plt.Figure:
             panel.set_xticklabels([f"{n >> 20} MiB" if n >= 1 << 20 else f"{n >> 10} KiB" for n in sizes])
             panel.minorticks_off()
         line[0].set_ylabel("GB/s")
-        line[-1].legend(fontsize="small", frameon=False)
+        line[-1].legend(fontsize="small", frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.suptitle(
         f"{result['machine']['cpu']}, {result['machine']['cores']} cores; grey: memcpy by the same thread beside {_OURS}"
     )
@@ -119,7 +119,7 @@ def _rate_line(panel: Any, rows: list[dict[str, Any]], name: str, colour: str) -
     rates = [row["bytes_per_s"]["median"] / 1e9 for row in rows]
     is_ours = name.startswith(_OURS)
     panel.plot(sizes, rates, marker="o", color=colour, label=name, linewidth=2.2 if is_ours else 1.2)
-    if is_ours:
+    if name in {f"{_OURS} dram", f"{_OURS} ssd"}:
         copied = [rate / row["of"]["memcpy"]["median"] for rate, row in zip(rates, rows, strict=True)]
         panel.plot(sizes, copied, color="#999999", linestyle=":", label="memcpy")
 

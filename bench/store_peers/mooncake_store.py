@@ -36,7 +36,7 @@ class Mooncake(Store):
             "logtostderr": "true",
             "eviction_high_watermark_ratio": "0.7",
             "eviction_ratio": "0.25",
-            "default_kv_lease_ttl": "500",
+            "default_kv_lease_ttl": "5000",
         }
         binary = Path(sys.prefix) / "lib" / f"python3.{sys.version_info.minor}" / "site-packages" / "mooncake"
         self._run([str(binary / "mooncake_master"), *(f"--{k}={v}" for k, v in flags.items())])

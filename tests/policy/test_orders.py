@@ -179,6 +179,22 @@ def test_restored_blocks_leave_oldest_first(order):
     assert drain(order) == [7, 1, 4]
 
 
+def test_rows_restored_as_a_range_are_like_any_others(order):
+    order.insert(0, NO_ROW, 1)
+    order.restore(range(2, 6), [0, 2, 3, NO_ROW], [1] * 4)
+    assert len(order) == 5
+    gone = drain(order)
+    assert [row for row in gone if row != 5] == [4, 3, 2, 0]
+
+
+def test_restoring_a_row_twice_is_our_bug_and_says_so(order):
+    order.insert(3, NO_ROW, 1)
+    with pytest.raises(AssertionError, match="twice"):
+        order.restore(range(2, 6), [NO_ROW] * 4, [1] * 4)
+    with pytest.raises(AssertionError, match="twice"):
+        order.restore([3], [NO_ROW], [1])
+
+
 def test_inserting_a_row_twice_is_our_bug_and_says_so(order):
     order.insert(0, NO_ROW, 1)
     with pytest.raises(AssertionError, match="twice"):

@@ -86,26 +86,46 @@ class Rings:
                 if self._children[row]:
                     self._orphan(row)
         self._last = NO_ROW
-        flags, parent_of, size_of, children = self._flags, self._parent, self._size, self._children
-        older, newer, first = self._older, self._newer, self._first
-        end = self._ring_of_restored(rows, sizes)
-        newest = older[end]
-        for row, parent, size in zip(rows, parents, sizes, strict=True):
-            assert not flags[row], f"row {row} is inserted twice"
-            flags[row] = PRESENT
-            parent_of[row] = parent
-            size_of[row] = size
-            position = row + first
-            older[position] = newest
-            newer[newest] = position
-            newest = position
-        newer[newest] = end
-        older[end] = newest
+        self._fill(rows, parents, sizes)
         self._count += len(rows)
+        flags, children = self._flags, self._children
         for parent in parents:
             if parent != NO_ROW:
                 assert flags[parent], f"parent {parent} of a restored row is not in this order"
                 children[parent] += 1
+
+    def _fill(self, rows: Sequence[int], parents: Sequence[int], sizes: Sequence[int]) -> None:
+        """Put new rows in order before all that are in their ring."""
+        end, first_row = self._ring_of_restored(rows, sizes), self._first
+        older, newer = self._older, self._newer
+        newest = older[end]
+        if isinstance(rows, range) and rows.step == 1:  # As a tier restores itself: columns, not rows.
+            start, stop = rows.start, rows.stop
+            assert len(parents) == len(sizes) == len(rows), (
+                "restored rows, parents and sizes differ in number"
+            )
+            assert not any(self._flags[start:stop]), f"a row of {start} to {stop - 1} is inserted twice"
+            self._flags[start:stop] = bytes((PRESENT,)) * len(rows)
+            self._parent[start:stop] = array("i", parents)
+            self._size[start:stop] = array("I", sizes)
+            first, last = start + first_row, stop - 1 + first_row
+            older[first : last + 1] = array("i", range(first - 1, last))
+            newer[first : last + 1] = array("i", range(first + 1, last + 2))
+            older[first] = newest
+            newer[newest] = first
+            newest = last
+        else:
+            for row, parent, size in zip(rows, parents, sizes, strict=True):
+                assert not self._flags[row], f"row {row} is inserted twice"
+                self._flags[row] = PRESENT
+                self._parent[row] = parent
+                self._size[row] = size
+                position = row + first_row
+                older[position] = newest
+                newer[newest] = position
+                newest = position
+        newer[newest] = end
+        older[end] = newest
 
     def touch(self, rows: Sequence[int]) -> None:
         """See `EvictionOrder.touch`. Rows that are not here are passed over."""

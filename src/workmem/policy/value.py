@@ -34,8 +34,7 @@ HALF_LIFE = 1 << 14
 """Endings of a class after which what was learned before counts half: workloads change."""
 
 _RINGS = 512
-"""Of the wheel: more than the longest life, so that no block laps the hand."""
-_LIFE_MAX = _RINGS - 1
+"""Of the wheel: more than the longest life, STEPS x DEPTH_FACTOR_MAX, so that no block laps the hand."""
 _PROSPECT, _LOSS = 3, 4
 """Bits of the advice column."""
 
@@ -98,11 +97,14 @@ class ValueOrder(Rings):
     def restore(self, rows: Sequence[int], parents: Sequence[int], sizes: Sequence[int]) -> None:
         """See `EvictionOrder.restore`."""
         super().restore(rows, parents, sizes)
-        for row in rows:
-            self._uses[row] = self._advice[row] = self._depth[row] = 0
+        depth, parent_of = self._depth, self._parent
         for row, parent in zip(rows, parents, strict=True):
-            if parent != NO_ROW and not self._depth[row]:
-                self._find_depth(row)
+            if parent != NO_ROW and not depth[row]:
+                above = depth[parent]
+                if above or parent_of[parent] == NO_ROW:
+                    depth[row] = above + 1 if above < 65535 else above
+                else:
+                    self._find_depth(row)
 
     def _find_depth(self, row: int) -> None:
         path = []
@@ -115,13 +117,12 @@ class ValueOrder(Rings):
             self._depth[below] = depth
 
     def _ring_of_new(self, row: int, parent: int, *, is_back: bool) -> int:
-        self._depth[row] = min(self._depth[parent] + 1, 65535) if parent != NO_ROW else 0
-        self._uses[row] = 0
+        if parent != NO_ROW:
+            self._depth[row] = min(self._depth[parent] + 1, 65535)
         if is_back:
             # It had not ended when it left. Without this, what leaves too early could never prove itself.
             self._uses[row] = 1
             self._reuse.count(0, again=1, left=-1)
-        self._advice[row] = 0
         return self._ring(row)
 
     def _ring_of_restored(self, rows: Sequence[int], sizes: Sequence[int]) -> int:  # noqa: ARG002 - a hook
@@ -137,8 +138,7 @@ class ValueOrder(Rings):
         cost = min(1 + self._depth[row] / self._even_depth, DEPTH_FACTOR_MAX)
         if advice & _LOSS:
             cost *= RELOAD_COST
-        life = min(max(1, int(odds * cost * STEPS)), _LIFE_MAX)
-        return (self._hand + life) % _RINGS
+        return (self._hand + (int(odds * cost * STEPS) or 1)) % _RINGS
 
     def _victim_rings(self) -> Iterable[int]:
         for _ in range(_RINGS):
@@ -147,29 +147,34 @@ class ValueOrder(Rings):
 
     def _use(self, rows: Sequence[int]) -> None:
         seen = [0] * (USES_MAX + 1)
-        uses_of, advice_of = self._uses, self._advice
+        steps = [odds * STEPS for odds in self._reuse.odds]
+        uses_of, advice_of, depth, per_block = self._uses, self._advice, self._depth, 1 / self._even_depth
+        hand, run, run_end = self._hand, list[int](), NO_ROW
         for row in rows:
             uses = uses_of[row]
             seen[uses] += 1
             if uses < USES_MAX:
-                uses_of[row] = uses + 1
-            if advice_of[row] & _PROSPECT in {Prospect.EXPECTED, Prospect.DONE}:
-                advice_of[row] &= ~_PROSPECT
-        for uses, again in enumerate(seen):
-            if again:
-                self._reuse.count(uses, again=again, left=0)
-        run: list[int] = []
-        run_end = -1
-        for row in rows:  # Neighbours in a chain mostly share a ring.
-            end = self._ring(row)
-            if end != run_end:
+                uses_of[row] = uses = uses + 1
+            if advice_of[row]:
+                if advice_of[row] & _PROSPECT in {Prospect.EXPECTED, Prospect.DONE}:
+                    advice_of[row] &= ~_PROSPECT
+                end = self._ring(row)
+            else:
+                # As `_ring` has it, without a call per block.
+                life = int(steps[uses] * min(1 + depth[row] * per_block, DEPTH_FACTOR_MAX))
+                end = (hand + (life or 1)) % _RINGS
+            if end != run_end:  # Neighbours in a chain mostly share a ring.
                 self._renew(run, run_end)
                 run, run_end = [], end
             run.append(row)
         self._renew(run, run_end)
+        for uses, again in enumerate(seen):
+            if again:
+                self._reuse.count(uses, again=again, left=0)
 
     def _forget(self, row: int) -> None:
         self._reuse.count(self._uses[row], again=0, left=1)
+        self._uses[row] = self._advice[row] = self._depth[row] = 0
 
     def _reach(self, row: int) -> None:
         super()._reach(row)

@@ -21,18 +21,27 @@ def load(payload: memoryview, layout: KVLayout) -> Float32:
     if layout.dtype == "fp32":
         flat = np.frombuffer(payload, "<f4")
     else:
-        flat = (np.frombuffer(payload, "<u2").astype(np.uint32) << 16).view(np.float32)
+        bits = np.frombuffer(payload, "<u2").astype(np.uint32)
+        bits <<= 16
+        flat = bits.view(np.float32)
     return flat.reshape(layout.layers, 2, layout.block_tokens, layout.kv_heads, layout.head_dim)
 
 
 def save(values: Float32, into: memoryview, layout: KVLayout) -> None:
-    """Write float32 `values` as a page; to bf16 they are rounded to nearest, ties to even. Finite values only."""
+    """Write float32 `values` as a page, and use them up; to bf16 they are rounded to nearest, ties to even.
+
+    Contiguous and finite only.
+    """
     if layout.dtype == "fp32":
         np.copyto(np.frombuffer(into, "<f4"), values.reshape(-1))
         return
-    bits = np.ascontiguousarray(values).reshape(-1).view(np.uint32)
-    rounded = bits + (np.uint32(0x7FFF) + ((bits >> 16) & 1))
-    np.copyto(np.frombuffer(into, "<u2"), rounded >> 16, casting="unsafe")
+    bits = values.reshape(-1).view(np.uint32)
+    carry = bits >> 16
+    carry &= 1
+    carry += np.uint32(0x7FFF)
+    bits += carry
+    bits >>= 16
+    np.copyto(np.frombuffer(into, "<u2"), bits, casting="unsafe")
 
 
 def bf16_at_least(values: Float32) -> Float32:
@@ -54,14 +63,26 @@ def e4m3_values() -> Float32:
     return np.where(code & _SIGN, -magnitude, magnitude).astype(np.float32)
 
 
+def to_e4m3(values: Float32) -> np.ndarray:
+    """The nearest e4m3 code of each value, uint8; ties to even, saturating at 448. Finite values only."""
+    bits = values.view(np.uint32)
+    # The upper half picks a row of the table. What is cut off counts as "a little more" (round to odd), so that
+    # the table still tells a tie from its neighbours.
+    below = bits & np.uint32(0xFFFF)
+    below += np.uint32(0xFFFF)
+    below |= bits
+    below >>= 16
+    return _codes().take(below, mode="clip")
+
+
 @lru_cache(maxsize=1)
-def e4m3_codes() -> np.ndarray:
-    """The nearest e4m3 code of each float16 bit pattern, uint8 [65536]; ties to even, saturating at 448."""
-    steps = e4m3_values()[:_NAN].astype(np.float64)
+def _codes() -> np.ndarray:
+    """The nearest code of each bf16 bit pattern, uint8 [65536]."""
+    steps = e4m3_values()[:_NAN]
     halfway = (steps[1:] + steps[:-1]) / 2
-    patterns = np.arange(1 << 16, dtype=np.uint16)
-    magnitude = np.abs(patterns.view(np.float16).astype(np.float64))
+    patterns = np.arange(1 << 16, dtype=np.uint32)
+    magnitude = ((patterns & 0x7FFF) << 16).view(np.float32)
+    magnitude[np.isnan(magnitude)] = np.inf
     low, high = np.searchsorted(halfway, magnitude), np.searchsorted(halfway, magnitude, side="right")
     nearest = np.where(low % 2 == 0, low, high)
-    nearest[np.isnan(magnitude)] = _NAN
     return (nearest | np.where(patterns >> 15, _SIGN, 0)).astype(np.uint8)

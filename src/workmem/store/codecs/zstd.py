@@ -26,6 +26,7 @@ _AS_IS = 1 << 31
 """Set in a plane's length where the plane is stored uncompressed."""
 
 Planes = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
+Scratch = tuple[Planes, np.ndarray]
 
 
 class Zstd:
@@ -40,7 +41,7 @@ class Zstd:
 
     def encode(self, payload: memoryview, *, key: bytes, layout: KVLayout) -> bytes | None:
         """See `Codec.encode`."""
-        parts = [self._plane(plane) for plane in split(payload, layout)]
+        parts = [self._plane(plane) for plane in split(payload, layout, self._scratch(layout))]
         lengths = [
             len(part) | (_AS_IS if len(part) * len(parts) == layout.page_bytes else 0) for part in parts
         ]
@@ -96,6 +97,13 @@ class Zstd:
         except zstandard.ZstdError as problem:
             raise IntegrityError(f"compressed plane does not decode: {problem}") from problem
 
+    def _scratch(self, layout: KVLayout) -> Scratch:
+        """Memory for `split`, kept: mapping it anew for each page costs more than the splitting."""
+        kept: tuple[KVLayout, Scratch] | None = getattr(self._own, "scratch", None)
+        if kept is None or kept[0] != layout:
+            self._own.scratch = kept = (layout, scratch(layout))
+        return kept[1]
+
     # A context belongs to one thread at a time, and making one costs more than a small page.
     def _compressor(self) -> zstandard.ZstdCompressor:
         made = getattr(self._own, "compressor", None)
@@ -131,13 +139,19 @@ def parameters() -> zstandard.ZstdCompressionParameters:
     )
 
 
-def split(payload: memoryview, layout: KVLayout) -> Planes:
-    """Byte planes of a page, uint8 [bytes per value, values], a copy; plane 0 is the least significant."""
+def scratch(layout: KVLayout) -> Scratch:
+    """What `split` works in: its planes, and room for all values."""
     width = DTYPE_BYTES[layout.dtype]
-    values = np.frombuffer(payload, f"<u{width}").reshape(layout.layers, 2, -1)
-    by_kind = values.transpose(1, 0, 2)
-    planes = np.empty((width, values.size), np.uint8)
-    shifted = np.empty(by_kind.shape, values.dtype)
+    count = layout.page_bytes // width
+    return np.empty((width, count), np.uint8), np.empty(
+        (2, layout.layers, count // layout.layers // 2), f"<u{width}"
+    )
+
+
+def split(payload: memoryview, layout: KVLayout, room: Scratch) -> Planes:
+    """Byte planes of a page, uint8 [bytes per value, values], in `room`; plane 0 is the least significant."""
+    planes, shifted = room
+    by_kind = np.frombuffer(payload, shifted.dtype).reshape(layout.layers, 2, -1).transpose(1, 0, 2)
     for index, plane in enumerate(planes):
         np.right_shift(by_kind, 8 * index, out=shifted)
         np.copyto(plane.reshape(by_kind.shape), shifted, casting="unsafe")

@@ -144,7 +144,7 @@ def check(folder: Path, promised: Iterable[bytes]) -> None:
 @pytest.fixture
 def small_journal(monkeypatch):
     """Rewrites happen after a handful of records."""
-    monkeypatch.setattr(journal, "_REWRITE_RECORDS", 6)
+    monkeypatch.setattr(journal, "REWRITE_RECORDS", 6)
 
 
 @pytest.mark.usefixtures("small_journal")
@@ -168,7 +168,7 @@ def test_power_cut_anywhere_in_long_runs_and_again_in_the_recovery(seed):
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name,
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr(journal, "_REWRITE_RECORDS", 6)
+        patch.setattr(journal, "REWRITE_RECORDS", 6)
         folder = Path(name)
         work = Workload(folder / "store", seed)
         work.run(60)

@@ -80,7 +80,7 @@ class Rings:
             self._take_in()
         if not rows:
             return
-        self._reach(max(rows))
+        self._reach(rows[-1] if isinstance(rows, range) else max(rows))
         if self._count:
             for row in rows:
                 if self._children[row]:

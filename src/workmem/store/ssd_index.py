@@ -6,6 +6,7 @@ otherwise; none does I/O on the pages.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,15 @@ from workmem.store.arena import ALIGNMENT_BYTES
 from workmem.store.catalog import NO_SEGMENT, Space
 from workmem.store.frames import Frame
 from workmem.store.residents import PROTECTED_SHARE, Residents
-from workmem.store.tiers.journal import PUTS, DeleteEntry, DropEntry, Entry, NamespaceEntry, PutEntry
+from workmem.store.tiers.journal import (
+    PUTS,
+    REWRITE_RECORDS,
+    DeleteEntry,
+    DropEntry,
+    Entry,
+    NamespaceEntry,
+    PutEntry,
+)
 from workmem.store.tiers.page_header import identity_of
 from workmem.store.tiers.segments import SEGMENT_HEADER_BYTES, Extent, Segment
 
@@ -29,8 +38,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from workmem.store.tiers.journal import Record
-
-_PUTS_PER_ENTRY = 16384
 
 
 class WriteJob(msgspec.Struct, frozen=True, eq=False):
@@ -196,22 +203,24 @@ class SsdIndex:
 
     # -- replay and moves
 
-    def restore(self, space: Space, rows: Sequence[int]) -> None:
-        """Rows of one namespace that replay put into the catalog, the least recent first."""
+    def restore(self, space: Space, rows: Sequence[int], parents: Sequence[int] | None = None) -> None:
+        """Rows of one namespace that replay put into the catalog, the least recent first, and their parents'."""
         catalog = self._catalog
         with self._state.outbox:
-            find, parent = space.rows.get, catalog.parent
-            parents = [find(BlockKey(parent[row]), NO_ROW) for row in rows]
-            lengths = np.frombuffer(catalog.length, dtype=np.uint32)[list(rows)].astype(np.int64)
-            numbers = np.frombuffer(catalog.segment, dtype=np.uint32)[list(rows)]
-            sizes = (lengths * ALIGNMENT_BYTES).tolist()
+            if parents is None:
+                find, parent = space.rows.get, catalog.parent
+                parents = array("i", (find(BlockKey(parent[row]), NO_ROW) for row in rows))
+            places = np.fromiter(rows, np.int64, len(rows))
+            lengths = np.frombuffer(catalog.length, dtype=np.uint32)[places].astype(np.int64)
+            numbers = np.frombuffer(catalog.segment, dtype=np.uint32)[places]
+            sizes = array("q", (lengths * ALIGNMENT_BYTES).tobytes())
             self.order.restore(rows, parents, sizes)
             for number in np.unique(numbers).tolist():
                 segment, here = self.segments[number], numbers == number
                 segment.page_count += int(here.sum())
                 segment.live_bytes += int(lengths[here].sum()) * ALIGNMENT_BYTES
             self.live_bytes += sum(sizes)
-            self.page_count += len(sizes)
+            self.page_count += len(rows)
 
     def move(self, page: StoredPage, new: Extent) -> None:
         """Compaction wrote a page again. If it left meanwhile, the new place is dead at once."""
@@ -297,7 +306,7 @@ class SsdIndex:
             entries: list[Record] = [namespace_entry(space) for space in self._state.spaces.values()]
             for space in self._state.spaces.values():
                 puts = self._puts_of(space)
-                entries += [puts[at : at + _PUTS_PER_ENTRY] for at in range(0, len(puts), _PUTS_PER_ENTRY)]
+                entries += [puts[at : at + REWRITE_RECORDS] for at in range(0, len(puts), REWRITE_RECORDS)]
             # Strikes of pages that are not in the snapshot have nothing left to strike out.
             self._deletes.clear()
             return entries

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from workmem.core.errors import IntegrityError
+from workmem.core.errors import IntegrityError, InvariantError
 from workmem.store.device import Access, BlockDevice, DeviceFile
 
 if TYPE_CHECKING:
@@ -53,7 +53,8 @@ PUTS = np.dtype(
     ]
 )
 """Put records side by side, as they lie in a batch: a million of them are read and written at once."""
-_REWRITE_RECORDS = 16384
+REWRITE_RECORDS = 16384
+"""Most records of a batch of a rewrite, and of puts side by side in one entry."""
 
 
 class NamespaceEntry(msgspec.Struct, frozen=True, gc=False):
@@ -121,7 +122,7 @@ def encode(entry: Record) -> bytes:
     return _NAMESPACE.pack(1, len(entry.json), entry.number, entry.root) + entry.json
 
 
-def decode(payload: bytes) -> Iterator[Record]:
+def decode(payload: bytes | memoryview) -> Iterator[Record]:
     """The records of a batch, puts side by side as arrays of PUTS. Raises IntegrityError on an unknown kind."""
     at = 0
     while at < len(payload):
@@ -146,7 +147,7 @@ def decode(payload: bytes) -> Iterator[Record]:
         elif kind == 1:
             _, size, number, root = _NAMESPACE.unpack_from(payload, at)
             at += _NAMESPACE.size
-            yield NamespaceEntry(number, root, payload[at : at + size])
+            yield NamespaceEntry(number, root, bytes(payload[at : at + size]))
             at += size
         else:
             raise IntegrityError(f"journal record of unknown kind {kind}")
@@ -185,7 +186,7 @@ class Journal:
             self._file.readv([memoryview(raw)], 0)
         if bytes(raw[: _FILE.size]) != _file_header(self._store_id):
             raise IntegrityError(f"{self._path} is not the journal of this store")
-        entries = self._replay(bytes(raw))
+        entries = self._replay(memoryview(raw))
         self.torn_bytes = len(raw) - self._end
         if self.torn_bytes:
             self._file.truncate(self._end)
@@ -220,7 +221,7 @@ class Journal:
 
     def should_rewrite(self, live_count: int) -> bool:
         """Most records are dead, and there are enough to care."""
-        return self.record_count > _REWRITE_RECORDS + 2 * live_count
+        return self.record_count > REWRITE_RECORDS + 2 * live_count
 
     def close(self) -> None:
         """Let go of the file."""
@@ -231,9 +232,8 @@ class Journal:
     def _create(self, path: Path, entries: Sequence[Record]) -> None:
         parts = [_file_header(self._store_id)]
         sequence = 0
-        for start in range(0, len(entries), _REWRITE_RECORDS):
-            some = entries[start : start + _REWRITE_RECORDS]
-            parts.append(_batch(sequence, b"".join(encode(entry) for entry in some)))
+        for group in _groups(entries):
+            parts.append(_batch(sequence, b"".join(encode(entry) for entry in group)))
             sequence += 1
         raw = b"".join(parts)
         file = self._device.open(path, Access.CREATE, direct=False)
@@ -251,7 +251,7 @@ class Journal:
         self.record_count = count_records(entries)
         self.is_broken = False
 
-    def _replay(self, raw: bytes) -> list[Record]:
+    def _replay(self, raw: memoryview) -> list[Record]:
         entries: list[Record] = []
         at = _FILE.size
         while at + _BATCH.size <= len(raw):
@@ -281,16 +281,35 @@ def count_records(entries: Sequence[Record]) -> int:
     return sum(len(entry) if isinstance(entry, np.ndarray) else 1 for entry in entries)
 
 
+def _groups(entries: Sequence[Record]) -> Iterator[list[Record]]:
+    """Cut into batches of a bounded size: a batch that is too long would be none at replay."""
+    group: list[Record] = []
+    records = 0
+    for entry in entries:
+        count = len(entry) if isinstance(entry, np.ndarray) else 1
+        if group and records + count > REWRITE_RECORDS:
+            yield group
+            group, records = [], 0
+        group.append(entry)
+        records += count
+    if group:
+        yield group
+
+
 def _file_header(store_id: bytes) -> bytes:
     body = _FILE.pack(_MAGIC, VERSION, store_id, 0)[:-8]
     return body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")
 
 
-def _batch_sum(size: int, sequence: int, payload: bytes) -> int:
-    return xxhash.xxh3_64_intdigest(struct.pack("<IQ", size, sequence) + payload)
+def _batch_sum(size: int, sequence: int, payload: bytes | memoryview) -> int:
+    checksum = xxhash.xxh3_64(struct.pack("<IQ", size, sequence))
+    checksum.update(payload)
+    return checksum.intdigest()
 
 
 def _batch(sequence: int, payload: bytes) -> bytes:
+    if len(payload) > _BATCH_BYTES_MAX:
+        raise InvariantError(f"a journal batch of {len(payload)} bytes would not be read back")
     return (
         _BATCH.pack(_BATCH_MAGIC, len(payload), sequence, _batch_sum(len(payload), sequence, payload))
         + payload

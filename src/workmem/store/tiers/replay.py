@@ -6,6 +6,7 @@ side by side, without an object for each. Rules of replay in docs/internals/jour
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from workmem.core.keys import BlockKey
 from workmem.core.layout import Namespace
 from workmem.core.outcomes import MissReason
 from workmem.store.arena import ALIGNMENT_BYTES
-from workmem.store.catalog import Catalog, Space
+from workmem.store.catalog import NO_SEGMENT, UNKNOWN_PARENT, Catalog, Space
 from workmem.store.tiers.journal import DeleteEntry, DropEntry, NamespaceEntry
 from workmem.store.tiers.segments import SEGMENT_HEADER_BYTES
 
@@ -44,6 +45,8 @@ class Replay:
         """First 4096 bytes behind each segment's end; 0 where there is none."""
         for number, size in segment_bytes.items():
             self._ends[number] = size // ALIGNMENT_BYTES
+        self._has_repeats = False
+        self._parents: dict[Space, array[int]] = {}
         self.dropped = 0
         """Puts that fit no segment or belong to no namespace."""
 
@@ -68,10 +71,25 @@ class Replay:
                 self._spaces[record.number] = self._space_of(record)
             elif isinstance(record, DropEntry):
                 self._drop(record.number)
+        if self._has_repeats:
+            for row in self._catalog.strays():
+                self._give_up(row)
 
-    def rows(self, space: Space) -> list[int]:
+    def rows(self, space: Space) -> Sequence[int]:
         """Rows of a namespace, the one last spoken of last. Rows are given out in that order."""
+        if not space.rows:
+            return ()
+        first, last = min(space.rows.values()), max(space.rows.values())
+        if last - first + 1 == len(space.rows):
+            return range(first, last + 1)
         return sorted(space.rows.values())
+
+    def parents(self, space: Space) -> Sequence[int] | None:
+        """Rows of the parents of `rows`; None where so much has changed that they are to be looked up."""
+        found, rows = self._parents.get(space), self.rows(space)
+        if found is None or len(found) != len(rows) or not isinstance(rows, range):
+            return None
+        return None if UNKNOWN_PARENT in found else found
 
     def _space_of(self, entry: NamespaceEntry) -> Space | None:
         try:
@@ -102,16 +120,12 @@ class Replay:
         return (offset >= SEGMENT_HEADER_BYTES // ALIGNMENT_BYTES) & (length > 0) & (offset + length <= ends)
 
     def _add(self, space: Space, puts: NDArray[np.void]) -> None:
-        keys: list[BlockKey] = puts["key"].tolist()
-        if len(set(keys)) < len(keys):
-            # Twice in one go: one by one, so that the last word holds.
-            for at in range(len(puts)):
-                self._add(space, puts[at : at + 1])
+        if not len(puts):
             return
-        if not space.rows.keys().isdisjoint(keys):
-            for key in keys:
-                self._forget(space, key)
-        self._catalog.extend(space, keys, puts["parent"].tolist(), puts)
+        before = len(space.rows)
+        parents = self._catalog.extend(space, puts["key"].tolist(), puts["parent"].tolist(), puts)
+        self._parents.setdefault(space, array("i")).extend(parents)
+        self._has_repeats |= len(space.rows) < before + len(puts)
 
     def _delete(self, entry: DeleteEntry) -> None:
         space = self._spaces.get(entry.number)
@@ -129,6 +143,9 @@ class Replay:
         row = space.rows.get(key)
         if row is None:
             return False
-        self._catalog.segment[row] = 0
-        self._catalog.drop(row)
+        self._give_up(row)
         return True
+
+    def _give_up(self, row: int) -> None:
+        self._catalog.segment[row] = NO_SEGMENT
+        self._catalog.drop(row)

@@ -139,7 +139,7 @@ class SsdTier:
         replay.take(records)
         for space in replay.spaces:
             self._announced.add(space.number)
-            self.index.restore(space, replay.rows(space))
+            self.index.restore(space, replay.rows(space), replay.parents(space))
         if not replay.is_clean:
             self._pool.count("journal_records_dropped", replay.dropped)
             self._try_rewrite()

@@ -207,8 +207,7 @@ class Bench:
             do="open",
             size=unit.size,
             ring_bytes=mode.ring_bytes,
-            single_bytes=read_bytes,
-            chain_bytes=read_bytes,
+            read_bytes=read_bytes,
             fill_bytes=0 if on_disk else mode.dram_bytes,
         )
         self.about[unit.system] = answer["about"]

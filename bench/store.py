@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -148,7 +149,7 @@ class Bench:
         try:
             self._journal.record(key, found=measure(*arguments))
         except (OSError, subprocess.SubprocessError, ValueError) as error:
-            self._journal.record(key, skipped=str(error))
+            self._journal.record(key, skipped=said(str(error)))
             self._console.log(f"{key}: {error}")
 
     def _unit(self, unit: Unit) -> None:
@@ -166,7 +167,7 @@ class Bench:
             worker = self._started(unit.system)
         except (WorkerFailed, OSError) as error:
             system = self._systems[unit.system]
-            self.absent[unit.system] = f"{system.python} {system.script}: {error}"
+            self.absent[unit.system] = said(f"{system.python} {system.script}: {error}")
             self._console.log(f"{unit.system} is absent: {error}")
             return
         try:
@@ -179,7 +180,7 @@ class Bench:
                 self._kept[unit.system] = worker
         except WorkerFailed as error:
             # It may be the size's own: the others are tried all the same.
-            self._journal.record(f"{unit.system}|{unit.size}|failed|{unit.round}", skipped=str(error))
+            self._journal.record(f"{unit.system}|{unit.size}|failed|{unit.round}", skipped=said(str(error)))
             self._console.log(f"{unit.system} at {unit.size // KIB} KiB: {error}")
         finally:
             if unit.system not in self._kept:
@@ -206,8 +207,7 @@ class Bench:
             do="open",
             size=unit.size,
             ring_bytes=mode.ring_bytes,
-            single_bytes=read_bytes,
-            chain_bytes=read_bytes,
+            read_bytes=read_bytes,
             fill_bytes=0 if on_disk else mode.dram_bytes,
         )
         self.about[unit.system] = answer["about"]
@@ -223,7 +223,7 @@ class Bench:
                 START_S, do="measure", op=op, clients=clients, seconds=mode.seconds, slices=slices
             )
         except WorkerFailed as error:
-            self._journal.record(key, **fields, skipped=str(error))
+            self._journal.record(key, **fields, skipped=said(str(error)))
             self._console.log(f"{key}: {error}")
             if "no answer" in str(error) or "ended" in str(error):
                 raise
@@ -284,6 +284,11 @@ def _script(name: str, *arguments: str) -> dict[str, Any]:
     if done.returncode != 0:
         raise ValueError(f"{name} ended with {done.returncode}: {done.stderr.strip()[-300:]}")
     return json.loads(done.stdout)
+
+
+def said(text: str) -> str:
+    """An error as a result may hold it: without the folders of the machine it happened on."""
+    return re.sub(r"(?:/[\w.+-]+)+/", "", text)
 
 
 def summarise(entries: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:

@@ -31,8 +31,8 @@ except ImportError:
     xxhash = None
 
 BATCH = 64
-SINGLES, CHAINS, FILLERS, NEWS = 0, 1 << 32, 2 << 32, 3 << 32
-"""First block numbers: read one by one, read in chains of 64, written to fill the store, written by the clock."""
+READ, FILLERS, NEWS = 0, 1 << 32, 2 << 32
+"""First block numbers: what is read, what fills the store before, what is written against the clock."""
 GETS_OF_MIXED = 0.8
 _PR_SET_PDEATHSIG = 1
 _READS = {"get", "get64"}
@@ -128,17 +128,14 @@ class Bench:
         self.memory = Memory(request["size"], request["ring_bytes"])
         self.store = store
         size = self.memory.size
-        self._singles = max(8, request["single_bytes"] // size)
-        self._chains = max(1, request["chain_bytes"] // (BATCH * size))
+        self._chains = max(1, request["read_bytes"] // (BATCH * size))
         self._news = itertools.count(NEWS, BATCH)
         self._random = random.Random(1)
         store.open(self.memory)
         client = store.client()
         for first in range(FILLERS, FILLERS + request["fill_bytes"] // size, BATCH):
             client.write(range(first, first + BATCH))
-        for block in range(SINGLES, SINGLES + self._singles):
-            client.write(range(block, block + 1))
-        for first in range(CHAINS, CHAINS + self._chains * BATCH, BATCH):
+        for first in range(READ, READ + self._chains * BATCH, BATCH):
             client.write(range(first, first + BATCH))
 
     def measure(self, op: str, clients: int, seconds: float, slices: int) -> dict[str, Any]:
@@ -183,7 +180,7 @@ class Bench:
             return
         self.store.renew()
         client, memory = self.store.client(), self.memory
-        first, count = (SINGLES, 1) if op == "get" else (CHAINS, BATCH)
+        first, count = READ, 1 if op == "get" else BATCH
         memory.target[:count] = 255
         moved = client.read(range(first, first + count), 0)
         right = 0
@@ -201,7 +198,7 @@ class Bench:
         client, rows = self.store.client(), self.memory.rows
         batched = op.endswith("64")
         unit = BATCH if batched else 1
-        first, count = (CHAINS, self._chains) if batched else (SINGLES, self._singles)
+        first, count = READ, self._chains if batched else self._chains * BATCH
         turn = number
         row = number * unit % rows
 

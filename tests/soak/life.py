@@ -24,6 +24,8 @@ from workmem.store.store import Store
 from workmem.testing.pages import Chain, page_bytes, settle
 
 HELD_MAX = 6
+EVICTIONS_MIN = 100
+"""From then on the arena is as full as it gets."""
 
 
 class Work:
@@ -34,8 +36,8 @@ class Work:
         self.chance = random.Random(seed)
         self.held: list[tuple[Chain, object]] = []
         self.done: Counter[str] = Counter()
-        self.unused: list[float] = []
-        """Share of the arena without a page, each time it was looked at since something had to make room."""
+        self.fragmented: list[float] = []
+        """Share of the arena that holds no page and not every size can have, each time it was looked at."""
 
     def run(self, until: float) -> None:
         steps = [self.save] * 6 + [self.read] * 5 + [self.hold] * 2 + [self.look] * 2 + [self.let_go] * 2
@@ -49,8 +51,10 @@ class Work:
         chain = self.chance.choice(CHAINS)
         self.store.save(chain.root, chain.writes(self._saved, range(self.chance.randint(1, len(chain.keys)))))
         gauges = self.store.gauges()
-        if gauges["store_dram_evictions_total"]:
-            self.unused.append(1 - gauges["store_dram_used_bytes"] / gauges["store_dram_capacity_bytes"])
+        if gauges["store_dram_evictions_total"] > EVICTIONS_MIN:
+            self.fragmented.append(
+                gauges["store_dram_fragmented_bytes"] / gauges["store_dram_capacity_bytes"]
+            )
         if gauges["store_save_queue_pages"] > 200:
             self.store.flush(0.2)
 
@@ -151,12 +155,12 @@ def main(folder: Path, seed: int, seconds: float) -> None:
         assert store.flush(60)
         store.audit()
         done = sum((work.done for work in works), Counter())
-        unused = [share for work in works for share in work.unused]
+        fragmented = [share for work in works for share in work.fragmented]
         report = {
             "done": done,
             "bounds": bounds,
             "gauges": store.gauges(),
-            "unused": statistics.median(unused) if unused else None,
+            "fragmented": statistics.median(fragmented) if fragmented else None,
         }
         print(json.dumps(report), flush=True)
 

@@ -8,8 +8,8 @@ from workmem.core.layout import KVLayout
 from workmem.store.config import DramConfig, SsdConfig, StoreConfig
 from workmem.testing.pages import SLICED, SMALL, Chain, namespace
 
-DRAM_BYTES = 256 * 2**20
-SSD_BYTES = 512 * 2**20
+DRAM_BYTES = 128 * 2**20
+SSD_BYTES = 320 * 2**20
 LENGTH = 8
 LAYOUTS: dict[str, tuple[KVLayout, int]] = {
     "4 KiB": (SMALL, 300),

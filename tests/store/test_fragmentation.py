@@ -81,6 +81,7 @@ def test_layouts_that_take_turns_leave_little_of_the_arena_unused(kit):
         gauges = store.gauges()
         if gauges["store_dram_evictions_total"]:
             unused.append(1 - gauges["store_dram_used_bytes"] / gauges["store_dram_capacity_bytes"])
+            assert gauges["store_dram_fragmented_bytes"] <= unused[-1] * gauges["store_dram_capacity_bytes"]
     assert len(unused) > 100
     assert statistics.median(unused) <= 0.05
     store.audit()

@@ -126,6 +126,11 @@ class FrameTable:
         """Bytes of all frames that are not FREE."""
         return self.capacity_bytes - self.ledger[FrameState.FREE]
 
+    @property
+    def fragmented_bytes(self) -> int:
+        """Bytes without a page that no other size can have: FREE frames of slabs in use, and what is behind frames."""
+        return self.ledger[FrameState.FREE] - self._vacant * self.slab_bytes
+
     def holdable_bytes(self, frame_bytes: int) -> int:
         """Bytes of frames of this size that an empty arena offers."""
         span = self._span(frame_bytes)

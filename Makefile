@@ -13,6 +13,8 @@ PORT ?= 8000
 ARGS ?=
 # Folders with tests, or one test, for `make test`.
 TESTS ?= tests
+# Seconds of `make soak`.
+SOAK_SECONDS ?= 600
 # Pythons of the environments with vLLM and with llama-cpp-python[server], for `make test-upstreams`.
 UPSTREAM_VLLM_PYTHON ?=
 UPSTREAM_LLAMA_PYTHON ?=
@@ -50,6 +52,11 @@ test: check model ## All checks and all tests
 test-upstreams: $(VENV)/.stamp-test model ## Upstream mode before real servers that you have (docs/guides/upstreams.md)
 	@$(BIN)/python tests/gateway/real_upstreams.py --vllm-python '$(UPSTREAM_VLLM_PYTHON)' \
 	  --llama-python '$(UPSTREAM_LLAMA_PYTHON)' --model "$$($(BIN)/workmem model prepare $(MODEL))" $(ARGS)
+
+.PHONY: soak
+soak: $(VENV)/.stamp-test ## Lives of a store under random work, most ended by SIGKILL (SOAK_SECONDS=600)
+	$(STEP) 'soak of $(SOAK_SECONDS) s'
+	@SOAK_SECONDS=$(SOAK_SECONDS) $(BIN)/python -m pytest -n 0 -s tests/soak $(ARGS)
 
 .PHONY: check
 check: $(VENV)/.stamp-test ## Lint, format, types and import contracts

@@ -16,7 +16,18 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness import RESULTS, Budget, Journal, Texts, environment, in_turns, parser_of, spread, write_result
+from harness import (
+    RESULTS,
+    Budget,
+    Journal,
+    Texts,
+    environment,
+    in_turns,
+    mode_of,
+    parser_of,
+    spread,
+    write_result,
+)
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -27,6 +38,8 @@ DECODE_TOKENS = 32
 PIECE_TOKENS = 512
 """Prefill pieces of chunking schedulers: prompts finish one after the other, so decode runs are longer."""
 WARM_UP_TOKENS = 256
+START_S = 420.0
+"""A system that compiles its model takes minutes where others use the cores too."""
 
 
 class Mode(NamedTuple):
@@ -153,7 +166,7 @@ class Bench:
         for name, system in self._systems.items():
             self._console.log(f"starting {name}")
             try:
-                worker = Worker(system, logs / f"{system.script}-{len(self._workers)}.log", 180.0)
+                worker = Worker(system, logs / f"{system.script}-{len(self._workers)}.log", START_S)
             except (WorkerFailed, OSError) as error:
                 self.absent[name] = str(error)
                 self._console.log(f"{name} is absent: {error}")
@@ -316,13 +329,13 @@ def parsed(words: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     arguments = parsed()
-    mode: Mode = arguments.mode
+    mode: Mode = mode_of(arguments)
     console = Console()
     out = arguments.out or RESULTS / f"engine-{mode.name}.json"
     cores = sorted(os.sched_getaffinity(0))
     systems = systems_of(arguments, cores)
     config = {
-        "mode": mode._asdict(),
+        "mode": arguments.mode._asdict(),
         "seed": arguments.seed,
         "model": arguments.model.name,
         "decode_tokens": DECODE_TOKENS,

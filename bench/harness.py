@@ -104,8 +104,16 @@ def parser_of(about: str, bench: str, *, quick: Any, full: Any, smoke: Any) -> a
     parser.add_argument("--workloads", type=Path, help="folder of more natural text")
     parser.add_argument("--seed", type=int, default=20)
     parser.add_argument("--out", type=Path, help=f"result file; default bench/results/{bench}-MODE.json")
+    parser.add_argument("--minutes", type=float, help="less time than the mode has; what is left out is said")
     parser.set_defaults(mode=full)
     return parser
+
+
+def mode_of(arguments: argparse.Namespace) -> Any:
+    """The mode that was asked for, with the time that was asked for."""
+    if arguments.minutes is None:
+        return arguments.mode
+    return arguments.mode._replace(budget_s=min(arguments.mode.budget_s, 60 * arguments.minutes))
 
 
 class Journal:

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
-from harness import RESULTS, Budget, Journal, Texts, environment, parser_of, spread, write_result
+from harness import RESULTS, Budget, Journal, Texts, environment, mode_of, parser_of, spread, write_result
 from rates import RawRates
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
@@ -356,7 +356,7 @@ def parsed(words: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     arguments = parsed()
-    mode: Mode = arguments.mode
+    mode: Mode = mode_of(arguments)
     console = Console()
     out = arguments.out or RESULTS / f"restart-{mode.name}.json"
     layout = layout_of(arguments.model)

@@ -104,6 +104,7 @@ def test_puts_side_by_side_are_what_single_ones_are():
 def test_a_rewritten_journal_is_read_back_however_many_records_it_has(kit, monkeypatch):
     monkeypatch.setattr(journal, "REWRITE_RECORDS", 16)
     monkeypatch.setattr(journal, "_BATCH_BYTES_MAX", 4096)
+    monkeypatch.setattr(journal, "_REWRITE_BATCH_BYTES", 2048)
     store = kit.open()
     chains = [Chain(namespace(), 10, seed=seed) for seed in range(20)]
     for chain in chains:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from cyclopts import App
 
 from workmem import __version__
+from workmem.cli.store import app as store
 
 app = App(
     name="workmem",
@@ -40,3 +41,4 @@ model = App(name="model", help="Prepare models.")
 model.command("workmem.cli.model:prepare_model", name="prepare", help="Make a model ready to be loaded.")
 model.command("workmem.cli.model:list_models", name="list", help="List the models known by name.")
 app.command(model)
+app.command(store)

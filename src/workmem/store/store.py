@@ -178,6 +178,7 @@ class Store:
         readings: dict[str, float] = {
             "store_dram_capacity_bytes": frames.capacity_bytes,
             "store_dram_used_bytes": frames.used_bytes,
+            "store_dram_fragmented_bytes": frames.fragmented_bytes,
             "store_dram_pages": len(pool.order),
             "store_dram_quarantined_bytes": frames.ledger[FrameState.QUARANTINED],
             "store_dram_held_skips_total": pool.order.held_skips,

@@ -29,6 +29,7 @@ _BATCH = struct.Struct("<IIQQ")
 """magic, payload bytes, sequence number, checksum of the two before it and the payload."""
 _BATCH_MAGIC = 0x48435442
 _BATCH_BYTES_MAX = 64 * 2**20
+_REWRITE_BATCH_BYTES = 4 * 2**20
 _NAMESPACE = struct.Struct("<BxHI32s")
 """kind, JSON bytes, number, root; the JSON follows."""
 _PUT = struct.Struct("<BxHI32s32sIIIIQ")
@@ -232,8 +233,8 @@ class Journal:
     def _create(self, path: Path, entries: Sequence[Record]) -> None:
         parts = [_file_header(self._store_id)]
         sequence = 0
-        for group in _groups(entries):
-            parts.append(_batch(sequence, b"".join(encode(entry) for entry in group)))
+        for payload in _payloads(entries):
+            parts.append(_batch(sequence, payload))
             sequence += 1
         raw = b"".join(parts)
         file = self._device.open(path, Access.CREATE, direct=False)
@@ -281,19 +282,19 @@ def count_records(entries: Sequence[Record]) -> int:
     return sum(len(entry) if isinstance(entry, np.ndarray) else 1 for entry in entries)
 
 
-def _groups(entries: Sequence[Record]) -> Iterator[list[Record]]:
-    """Cut into batches of a bounded size: a batch that is too long would be none at replay."""
-    group: list[Record] = []
-    records = 0
+def _payloads(entries: Sequence[Record]) -> Iterator[bytes]:
+    """Records cut into batches by their bytes: puts side by side count for one entry and may be many."""
+    parts: list[bytes] = []
+    size = 0
     for entry in entries:
-        count = len(entry) if isinstance(entry, np.ndarray) else 1
-        if group and records + count > REWRITE_RECORDS:
-            yield group
-            group, records = [], 0
-        group.append(entry)
-        records += count
-    if group:
-        yield group
+        raw = encode(entry)
+        if parts and size + len(raw) > _REWRITE_BATCH_BYTES:
+            yield b"".join(parts)
+            parts, size = [], 0
+        parts.append(raw)
+        size += len(raw)
+    if parts:
+        yield b"".join(parts)
 
 
 def _file_header(store_id: bytes) -> bytes:

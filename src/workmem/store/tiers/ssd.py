@@ -10,7 +10,7 @@ import contextlib
 import gc
 import logging
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -190,6 +190,26 @@ class SsdTier:
         except OSError:
             self.index.return_erasures(left)
             raise
+
+    def compact_all(
+        self, on_segment: Callable[[int, int], None] | None = None, *, also: Collection[int] = ()
+    ) -> None:
+        """Take the dead bytes out of all segments and the dead records out of the journal.
+
+        For a store that nobody uses. Segments numbered in `also` are written again though nothing in them is
+        dead. `on_segment` hears how many segments of how many are done. Raises OSError.
+        """
+        holed = [
+            segment
+            for segment in self.index.segments.values()
+            if segment.is_sealed
+            and (segment.live_bytes + SEGMENT_HEADER_BYTES < segment.size or segment.number in also)
+        ]
+        for done, segment in enumerate(holed, 1):
+            self._compact(segment)
+            if on_segment is not None:
+                on_segment(done, len(holed))
+        self._announce_all()
 
     def probe(self) -> None:
         """Write something that does no harm. Raises OSError while the disk refuses."""

@@ -1,0 +1,303 @@
+"""The commands of `workmem store` that read a folder."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from cyclopts import Parameter
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from workmem.cli.options import ConfigFile, Settings
+from workmem.config import cache_dir, load
+from workmem.core.errors import IntegrityError, TransferError
+from workmem.core.units import format_bytes
+from workmem.store.tools import export as exporting
+from workmem.store.tools import gc as collecting
+from workmem.store.tools import verify as verifying
+from workmem.store.tools.folder_view import FolderView, read_folder
+from workmem.store.tools.listing import blocks_of, find_chain, find_space, line_of
+from workmem.store.tools.stat import PREFIX_DIGITS, SegmentStat, SpaceStat, StoreStat, stat_of
+
+AsJson = Annotated[
+    bool, Parameter(name="--json", negative=(), help="Print JSON, whole keys and plain bytes.")
+]
+ShowNames = Annotated[
+    bool,
+    Parameter(
+        negative=(),
+        help="Name models, adapters and tenants (their salts) instead of showing digests of them.",
+    ),
+]
+FolderPath = Annotated[Path | None, Parameter(help="The store's folder; the configured one if left out.")]
+RootPrefix = Annotated[
+    str,
+    Parameter(
+        help="First digits of the namespace's root, as `store stat` shows it; not needed where there is one only."
+    ),
+]
+_SEGMENTS_SHOWN = 20
+
+
+def stat(
+    path: FolderPath = None,
+    /,
+    *,
+    json: AsJson = False,
+    show_names: ShowNames = False,
+    config: ConfigFile = None,
+    sets: Settings = (),
+) -> None:
+    """Show what a store's folder holds: namespaces, pages, live and dead bytes, the journal.
+
+    Works beside a running store, and shows the moment it was run.
+    """
+    with _disk_errors():
+        found = stat_of(read_folder(_folder(path, config, sets)), show_names=show_names)
+    if json:
+        _print_json(found)
+        return
+    console = _console()
+    for line in _summary(found):
+        console.print(line, soft_wrap=True)
+    console.print(_space_table(found.spaces))
+    console.print(_segment_table(found.segments))
+
+
+def ls(
+    path: FolderPath = None,
+    /,
+    *,
+    root: RootPrefix = "",
+    limit: Annotated[int, Parameter(help="Most blocks to list; 0 lists all.")] = 1000,
+    json: AsJson = False,
+    config: ConfigFile = None,
+    sets: Settings = (),
+) -> None:
+    """List the blocks of a namespace, each behind the one before it."""
+    with _disk_errors():
+        view = read_folder(_folder(path, config, sets))
+    space = find_space(view, root)
+    lines = [line_of(space, page) for page in blocks_of(space)]
+    shown = lines[:limit] if limit else lines
+    if json:
+        _print_json({"root": space.root.hex(), "blocks": shown, "of": len(lines)})
+        return
+    table = Table("block", "depth", "tokens", "segment", "offset", "bytes", box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for line in shown:
+        # Deep blocks would run out of the screen: the indent says "behind the one above" and no more.
+        mark = "" if line.depth == 0 else "- "
+        table.add_row(
+            mark + line.key[:PREFIX_DIGITS],
+            str(line.depth),
+            str(line.tokens),
+            str(line.segment),
+            str(line.offset),
+            str(line.bytes),
+        )
+    console = _console()
+    console.print(f"namespace {space.root.hex()[:PREFIX_DIGITS]}, {len(lines)} blocks")
+    console.print(table)
+    if len(shown) < len(lines):
+        console.print(f"... {len(lines) - len(shown)} more; --limit 0 lists all")
+
+
+def verify(
+    path: FolderPath = None, /, *, json: AsJson = False, config: ConfigFile = None, sets: Settings = ()
+) -> None:
+    """Read every live page, past the page cache where that can be, and check it. Exit code 1 on damage.
+
+    Nothing is changed: the store itself checks what it reads, and takes damaged pages out of service.
+    Works beside a running store.
+    """
+    with _disk_errors():
+        view = read_folder(_folder(path, config, sets))
+        total = sum(page.length for space in view.spaces for page in space.pages.values())
+        with _progress("reading", total) as bar:
+            verdict = verifying.verify(view, on_read=bar.read)
+    if json:
+        _print_json(verdict)
+    else:
+        _print_verdict(view, verdict)
+    if verdict.damage:
+        raise IntegrityError(
+            f"{len(verdict.damage)} damaged in {view.path}; a store that opens it serves them as misses, "
+            "`workmem store gc` strikes them out"
+        )
+
+
+def gc(path: FolderPath = None, /, *, config: ConfigFile = None, sets: Settings = ()) -> None:
+    """Strike out damaged pages, move live ones together, remove dead ones. The store must be stopped.
+
+    A running store does this by itself when it needs the room.
+    """
+    folder = _folder(path, config, sets)
+    with _disk_errors(), _progress("checking and moving") as bar:
+        done = collecting.collect(folder, on_read=bar.read, on_segment=bar.segment)
+    console = _console()
+    for name, (before, after) in (("segments", done.segment_bytes), ("journal", done.journal_bytes)):
+        console.print(f"{name}: {format_bytes(before)} -> {format_bytes(after)}")
+    console.print(f"records: {done.records[0]} -> {done.records[1]}")
+    if done.damaged:
+        console.print(f"[yellow]{done.damaged} damaged pages were struck out[/]")
+
+
+def export(
+    path: FolderPath = None,
+    /,
+    *,
+    out: Annotated[Path, Parameter(help="Name of the two files, with or without an ending.")],
+    root: RootPrefix = "",
+    key: Annotated[
+        str,
+        Parameter(
+            help="First digits of a block's key: it and the blocks before it are written. All blocks if left out."
+        ),
+    ] = "",
+    show_names: ShowNames = False,
+    config: ConfigFile = None,
+    sets: Settings = (),
+) -> None:
+    """Write pages to OUT.npy, and what they are to OUT.json."""
+    with _disk_errors():
+        view = read_folder(_folder(path, config, sets))
+        space = find_space(view, root)
+        pages = find_chain(space, key) if key else list(blocks_of(space))
+        files = exporting.export(view, space, pages, out, show_names=show_names)
+    _console().print(f"{len(pages)} pages in {files[0]}, described in {files[1]}", soft_wrap=True)
+
+
+def _folder(path: Path | None, config: Path | None, sets: tuple[str, ...]) -> Path:
+    if path is not None:
+        return path
+    configured = load(config, sets=sets).config.store.ssd.path
+    return Path(configured).expanduser() if configured else cache_dir() / "store"
+
+
+@contextmanager
+def _disk_errors() -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise TransferError(f"the disk failed: {error}") from error
+
+
+class _Bar:
+    """A progress bar that counts bytes read, and then segments."""
+
+    def __init__(self, progress: Progress, name: str, total: int | None) -> None:
+        self._progress = progress
+        self._task = progress.add_task(name, total=total)
+
+    def read(self, count: int) -> None:
+        """So many bytes more are read."""
+        self._progress.advance(self._task, count)
+
+    def segment(self, done: int, total: int) -> None:
+        """So many segments of so many are written again."""
+        self._progress.update(self._task, description=f"segment {done} of {total}")
+
+
+@contextmanager
+def _progress(name: str, total: int | None = None) -> Generator[_Bar]:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
+    console = Console(stderr=True)
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not sys.stderr.isatty()
+    ) as progress:
+        yield _Bar(progress, name, total)
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+
+
+def _print_json(value: object) -> None:
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value)).decode() + "\n")
+
+
+def _summary(found: StoreStat) -> list[str]:
+    holder = f"open in process {found.holder}" if found.holder else "not open"
+    torn = f", {found.torn_bytes} bytes of an unfinished batch" if found.torn_bytes else ""
+    pages = (
+        f"pages: {found.pages} in {len(found.segments)} segments of {format_bytes(found.segment_bytes)}, "
+        f"{format_bytes(found.live_bytes)} live, {format_bytes(found.dead_bytes)} dead"
+    )
+    journal = (
+        f"journal: {format_bytes(found.journal_bytes)}, {found.live_records} records live, "
+        f"{found.dead_records} dead{torn}"
+    )
+    store = f"[bold]{escape(found.path)}[/], store {found.store_id[:PREFIX_DIGITS]}, {holder}"
+    return [store, pages, journal]
+
+
+def _space_table(spaces: list[SpaceStat]) -> Table:
+    table = Table(
+        "namespace",
+        "layout",
+        "model",
+        "adapter",
+        "epoch",
+        "tenant",
+        "pages",
+        "bytes",
+        box=None,
+        pad_edge=False,
+    )
+    for space in sorted(spaces, key=lambda space: -space.bytes):
+        table.add_row(
+            space.root,
+            escape(space.layout),
+            escape(space.model),
+            escape(space.adapter) or "-",
+            str(space.epoch),
+            escape(space.tenant) or "-",
+            str(space.pages),
+            format_bytes(space.bytes),
+        )
+    for column in (4, 6, 7):
+        table.columns[column].justify = "right"
+    return table
+
+
+def _segment_table(segments: list[SegmentStat]) -> Table:
+    table = Table("segment", "bytes", "live", "dead", "pages", "", box=None, pad_edge=False)
+    for column in table.columns[:-1]:
+        column.justify = "right"
+    for segment in segments[:_SEGMENTS_SHOWN]:
+        table.add_row(
+            str(segment.number),
+            format_bytes(segment.bytes),
+            format_bytes(segment.live_bytes),
+            format_bytes(segment.bytes - segment.live_bytes),
+            str(segment.pages),
+            f"[yellow]left out: {escape(segment.problem)}[/]" if segment.problem else "",
+        )
+    if len(segments) > _SEGMENTS_SHOWN:
+        table.add_row("...", f"{len(segments) - _SEGMENTS_SHOWN} more; --json shows all")
+    return table
+
+
+def _print_verdict(view: FolderView, verdict: verifying.Verdict) -> None:
+    console = _console()
+    left = f"; {verdict.left} left while they were read" if verdict.left else ""
+    console.print(
+        f"{verdict.pages} of {view.page_count} pages are what was written, "
+        f"{format_bytes(verdict.bytes)} read{left}"
+    )
+    if not verdict.damage:
+        return
+    table = Table("namespace", "block", "segment", "offset", "damage", box=None, pad_edge=False)
+    for damage in verdict.damage:
+        place = (str(damage.segment), str(damage.offset)) if damage.segment else ("", "")
+        table.add_row(damage.root, damage.key, *place, f"[red]{escape(damage.problem)}[/]")
+    console.print(table)

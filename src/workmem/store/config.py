@@ -26,12 +26,16 @@ class SsdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Folder, owned by one process at a time; empty takes `store` in the cache folder (`$XDG_CACHE_HOME/workmem`, by default `~/.cache/workmem`)."""
     bytes: str | int = "8GiB"
     """Most bytes of segment files; the journal comes on top (about 120 bytes a page)."""
+    keep_free: str | int = "5%"
+    """Share of the filesystem, or bytes, that stays free for others: the tier gives way before they run out."""
     io: Literal["direct", "buffered"] = "direct"
     """Direct bypasses the page cache; where a filesystem refuses, buffered is used and said."""
     readers: Annotated[int, Meta(ge=1, le=16)] = 3
     """Threads that bring pages to dram."""
     retry_s: Annotated[float, Meta(gt=0)] = 30.0
     """Pause before a tier that tripped is tried again."""
+    scrub_bytes_per_s: str | int = "4MiB"
+    """Rate at which pages are read in the background to find rot before somebody needs them; 0 is never."""
 
 
 class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
+import msgspec
+
 from workmem.core.clock import Clock, SystemClock
 from workmem.core.errors import InvariantError
 from workmem.core.events import EventSink, TierStateChanged, discard
@@ -24,8 +26,12 @@ from workmem.store.lease import PageLease
 from workmem.store.pool import Pool
 from workmem.store.reader import ReaderThreads
 from workmem.store.saver import SaverThread
+from workmem.store.scrub_source import SsdScrubSource
+from workmem.store.scrubber import Scrubber, ScrubThread
+from workmem.store.ssd_index import StoredPage
 from workmem.store.ticker import TickerThread
 from workmem.store.tiers.folder import StoreFolder
+from workmem.store.tiers.free_space import parse_keep_free
 from workmem.store.tiers.ssd import SsdTier
 from workmem.store.writer import WriterThread
 
@@ -59,6 +65,7 @@ class Store:
         self._close_lock = threading.Lock()
         dram_bytes = parse_bytes(config.dram.bytes, "$.store.dram.bytes")
         ssd_bytes = parse_bytes(config.ssd.bytes, "$.store.ssd.bytes")
+        scrub_rate = parse_bytes(config.ssd.scrub_bytes_per_s, "$.store.ssd.scrub_bytes_per_s")
         self._arena = Arena(dram_bytes, config.dram.path)
         self._pool = Pool(self._arena, self._clock, sink)
         self._breaker = Breaker(self._clock, sink, config.ssd.retry_s)
@@ -74,6 +81,8 @@ class Store:
         self._saver = SaverThread(self._pool, sink, config.save_queue_pages)
         self._reader: ReaderThreads | None = None
         self._writer: WriterThread | None = None
+        self._scrubber: Scrubber[StoredPage] | None = None
+        self._scrub_thread: ScrubThread | None = None
         if self._tier is not None:
             self._pool.state.wants_writes = True
             index = self._tier.index
@@ -82,6 +91,10 @@ class Store:
                 self._pool, index, self._breaker, self._clock, sink, config.ssd.readers
             )
             self._writer = WriterThread(self._pool, self._tier, self._breaker)
+            if scrub_rate:
+                source = SsdScrubSource(self._pool, index, lambda: self._breaker.reads_open)
+                self._scrubber = Scrubber(source, self._clock, sink, scrub_rate)
+                self._scrub_thread = ScrubThread(self._scrubber.step)
         self._ticker = TickerThread(self._tick)
 
     def __enter__(self) -> Self:
@@ -197,6 +210,9 @@ class Store:
                 "store_ssd_read_errors_total": self._breaker.read_errors,
                 "store_ssd_write_errors_total": self._breaker.write_errors,
             }
+        if self._scrubber is not None:
+            counts = msgspec.structs.asdict(self._scrubber.counts)
+            readings |= {f"store_scrubbed_{name}_total": count for name, count in counts.items()}
         return readings
 
     def close(self) -> None:
@@ -210,6 +226,8 @@ class Store:
         left = max(0.1, until - self._clock.monotonic())
         ended = self._saver.close(left) and self._ticker.close(left)
         self._pool.leases.end_leases()
+        if self._scrub_thread is not None:
+            ended = self._scrub_thread.close(left) and ended
         if self._reader is not None:
             ended = self._reader.close(left) and ended
         if self._writer is not None and self._tier is not None:
@@ -242,9 +260,10 @@ class Store:
             self._pool.state.audit()
 
     def _open_ssd(self, device: BlockDevice, sink: EventSink, capacity_bytes: int) -> SsdTier | None:
+        keep_free = parse_keep_free(self._config.ssd.keep_free, "$.store.ssd.keep_free")
         folder = StoreFolder(self._config.ssd.path)
         try:
-            tier = SsdTier(folder, self._pool, device, sink, capacity_bytes)
+            tier = SsdTier(folder, self._pool, device, sink, capacity_bytes, keep_free)
             if self._config.ssd.io == "buffered":
                 tier.use_buffered()
             tier.open()

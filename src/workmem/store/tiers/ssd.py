@@ -7,6 +7,7 @@ order: data, sync, journal, sync, index (R2).
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import logging
 import mmap
@@ -22,6 +23,7 @@ from workmem.store.device import Access, BlockDevice, DeviceFile
 from workmem.store.pool import Pool
 from workmem.store.ssd_index import SsdIndex, StoredPage, WriteJob, namespace_entry, put_entry
 from workmem.store.tiers.folder import StoreFolder
+from workmem.store.tiers.free_space import KeepFree, read_free_space, usable_bytes
 from workmem.store.tiers.journal import Journal, NamespaceEntry
 from workmem.store.tiers.page_header import PageHeader, checksum_of, unpack
 from workmem.store.tiers.replay import Replay
@@ -50,13 +52,21 @@ class SsdTier:
     """The files and their bookkeeping. `index` is shared with the pool; the rest is the writer's."""
 
     def __init__(
-        self, folder: StoreFolder, pool: Pool, device: BlockDevice, sink: EventSink, capacity_bytes: int
+        self,
+        folder: StoreFolder,
+        pool: Pool,
+        device: BlockDevice,
+        sink: EventSink,
+        capacity_bytes: int,
+        keep_free: KeepFree | None = None,
     ) -> None:
         self._folder = folder
         self._pool = pool
         self._device = device
         self._sink = sink
         self.capacity_bytes = capacity_bytes
+        self._keep_free = keep_free or KeepFree()
+        self._is_tight = False
         self._segment_bytes = min(SEGMENT_BYTES_MAX, max(capacity_bytes // 8, 2 * SEGMENT_HEADER_BYTES))
         self.index = SsdIndex(pool.state, capacity_bytes)
         self._journal = Journal(device, folder.journal, folder.store_id)
@@ -329,13 +339,15 @@ class SsdTier:
     # -- room
 
     def _make_room(self, need: int) -> None:
+        """Raises OSError where others have filled the disk and there is nothing left to give up."""
+        usable = self._usable_bytes()
         # One segment is kept back: compaction writes before it frees.
-        budget = self.capacity_bytes - self._segment_bytes
+        budget = usable - self._segment_bytes
         while self.index.file_bytes + need > budget:
             victim = self._emptiest()
             if victim is None:
                 if self._active is None:
-                    return
+                    break
                 self._seal(self._active)
             elif not victim.page_count:
                 self._append([])
@@ -343,7 +355,23 @@ class SsdTier:
             elif victim.live_bytes * 2 <= victim.size:
                 self._compact(victim)
             elif not self.index.evict(max(need, self._segment_bytes // 4)):
-                return
+                break
+        if usable < self.capacity_bytes and self.index.file_bytes + need > usable:
+            raise OSError(errno.ENOSPC, f"{need} bytes would take what store.ssd.keep_free leaves to others")
+
+    def _usable_bytes(self) -> int:
+        """What of its capacity the tier may fill now: others live on the disk too."""
+        try:
+            space = read_free_space(self._folder.segments)
+        except OSError:
+            return self.capacity_bytes
+        usable = usable_bytes(self.capacity_bytes, self.index.file_bytes, space, self._keep_free)
+        if (usable < self.capacity_bytes) != self._is_tight:
+            self._is_tight = not self._is_tight
+            if self._is_tight:
+                detail = f"{space.free_bytes} bytes are free on the disk: the tier gives way"
+                self._sink(BoundReached(name="store.ssd.keep_free", limit=usable, detail=detail))
+        return usable
 
     def _emptiest(self) -> Segment | None:
         sealed = [segment for segment in self.index.segments.values() if segment.is_sealed]

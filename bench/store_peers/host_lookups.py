@@ -15,10 +15,10 @@ from typing import Any
 
 from host_server import hosted
 from lookups import BLOCKS, saved_prefix, timed
-from workmem.store.host.client import HostStore
 
 from workmem.core.keys import BlockKey
 from workmem.store.contract import Lease
+from workmem.store.host.client import HostStore
 
 
 def measure_host(seconds: float) -> dict[str, dict[str, Any]]:

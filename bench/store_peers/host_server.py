@@ -9,10 +9,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from workmem.store.config import DramConfig, SsdConfig, StoreConfig
 from workmem.store.host.server import HostServer
 from workmem.store.host.session import HostLimits
-
-from workmem.store.config import DramConfig, SsdConfig, StoreConfig
 from workmem.store.store import Store
 
 

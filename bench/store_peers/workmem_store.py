@@ -79,6 +79,7 @@ class Workmem(driver.Store):
 
     def _attach(self) -> KVStore:
         from host_server import hosted  # noqa: PLC0415
+
         from workmem.store.host.client import HostStore  # noqa: PLC0415
 
         self._folder.mkdir(mode=0o700, exist_ok=True)

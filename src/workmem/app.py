@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 from starlette.applications import Starlette
 
-from workmem.config import Config
+from workmem.config import Config, host_socket
+from workmem.core.errors import ConfigError, TransferError
 from workmem.core.events import EventSink
 from workmem.core.units import format_bytes, parse_bytes
 from workmem.engines.embedded.prepare import prepare
@@ -19,6 +20,10 @@ from workmem.gateway.metrics import Metrics
 from workmem.gateway.upstream import build_upstream_app
 from workmem.index.history import PromptHistory
 from workmem.store.config import StoreConfig
+from workmem.store.contract import KVStore
+from workmem.store.host.client import HostStore
+from workmem.store.host.server import HostServer
+from workmem.store.host.session import HostLimits
 from workmem.store.store import Store
 
 if TYPE_CHECKING:
@@ -68,7 +73,42 @@ def open_app(config: Config, *, cache_dir: Path, progress: Progress) -> Generato
         yield build_app(engine, config.server, history=history, metrics=metrics)
 
 
-def _open_store(config: StoreConfig, cache_dir: Path, sink: EventSink, progress: Progress) -> Store:
+@contextmanager
+def open_host(
+    config: StoreConfig, *, cache_dir: Path, sink: EventSink, progress: Progress
+) -> Generator[HostServer]:
+    """Serve a store to the processes of this host until the end.
+
+    Raises ConfigError where the store cannot be opened, or the socket is taken or open to other users.
+    """
+    path = host_socket(config.host.socket)
+    limits = HostLimits(config.host.lease_s, config.host.reservation_s, config.host.connections_max)
+    with (
+        _own_store(config, cache_dir, sink, progress) as store,
+        HostServer(store, path, limits, sink) as server,
+    ):
+        yield server
+
+
+def _open_store(config: StoreConfig, cache_dir: Path, sink: EventSink, progress: Progress) -> KVStore:
+    if config.host.attach == "never":
+        return _own_store(config, cache_dir, sink, progress)
+    path = host_socket(config.host.socket)
+    progress.begin("attaching to the host's store")
+    try:
+        store = HostStore(path, sink, call_s=config.host.call_s, save_queue_pages=config.save_queue_pages)
+    except TransferError as error:
+        if config.host.attach == "require":
+            raise ConfigError(
+                f"$.store.host.attach: {error}; run workmem store serve, or set it to auto or never"
+            ) from error
+        progress.note(f"no store of the host to attach to ({error}); opening one of our own")
+        return _own_store(config, cache_dir, sink, progress)
+    progress.end(f"attached to the host's store at {path}: dram {format_bytes(store.dram_capacity_bytes())}")
+    return store
+
+
+def _own_store(config: StoreConfig, cache_dir: Path, sink: EventSink, progress: Progress) -> Store:
     progress.begin("opening the store")
     ssd = msgspec.structs.replace(config.ssd, path=config.ssd.path or str(cache_dir / "store"))
     store = Store(msgspec.structs.replace(config, ssd=ssd), sink)
@@ -83,7 +123,7 @@ def _open_store(config: StoreConfig, cache_dir: Path, sink: EventSink, progress:
 
 
 def _open_engine(
-    config: Config, store: Store, sink: EventSink, folder: Path, cache_dir: Path, progress: Progress
+    config: Config, store: KVStore, sink: EventSink, folder: Path, cache_dir: Path, progress: Progress
 ) -> EmbeddedEngine:
     progress.begin("loading torch")
     # Here and not above: torch takes seconds to load, and upstream mode runs without it.

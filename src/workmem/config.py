@@ -88,6 +88,14 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "workmem"
 
 
+def host_socket(setting: str) -> Path:
+    """Where the host's store listens: `setting` unless empty, else in the user's runtime or cache folder."""
+    if setting:
+        return Path(setting).expanduser()
+    base = os.environ.get("XDG_RUNTIME_DIR", "")
+    return (Path(base) / "workmem" if base else cache_dir() / "run") / "store.sock"
+
+
 def _from_file(file: Path | None) -> list[_Setting]:
     path = file or Path(DEFAULT_FILE)
     if file is None and not path.is_file():

@@ -8,12 +8,11 @@ import time
 from contextlib import suppress
 
 from rich.console import Console
-from rich.markup import escape
-from rich.status import Status
 
 from workmem import __version__
 from workmem.app import open_app
 from workmem.cli.options import ConfigFile, Settings
+from workmem.cli.steps import Steps
 from workmem.config import cache_dir, load
 from workmem.gateway.serve import listen
 from workmem.gateway.serve import serve as serve_http
@@ -32,7 +31,7 @@ def serve(*, config: ConfigFile = None, sets: Settings = ()) -> None:
     # A port that is taken is better told now than after the model has been loaded.
     listen(settings.server).close()
     console.print(f"workmem {__version__}")
-    steps = _Steps(console)
+    steps = Steps(console)
 
     def listening(url: str) -> None:
         seconds = time.monotonic() - started
@@ -48,38 +47,3 @@ def serve(*, config: ConfigFile = None, sets: Settings = ()) -> None:
             serve_http(app, settings.server, listening)
         steps.begin("bringing what was computed to the ssd")
     console.print("  stopped")
-
-
-class _Steps:
-    """Says what is going on, and how long each step took."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._status: Status | None = None
-        self._began = time.monotonic()
-
-    def begin(self, step: str) -> None:
-        self._halt()
-        self._status = self._console.status(escape(step))
-        self._status.start()
-
-    def end(self, result: str) -> None:
-        self._halt()
-        now = time.monotonic()
-        self._console.print(f"  {escape(result)} ({now - self._began:.1f} s)", soft_wrap=True)
-        self._began = now
-
-    def note(self, text: str) -> None:
-        self._halt()
-        self._console.print(f"  {escape(text)}", soft_wrap=True, style="dim")
-
-    def _halt(self) -> None:
-        if self._status is not None:
-            self._status.stop()
-            self._status = None
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *failure: object) -> None:
-        self._halt()

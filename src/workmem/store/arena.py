@@ -49,6 +49,11 @@ class Arena:
         self._writable = memoryview(self._map)
         self._readable = self._writable.toreadonly()
 
+    @property
+    def fd(self) -> int:
+        """Descriptor of the memory, to be passed to another process; -1 once closed."""
+        return self._fd
+
     def writable(self, offset: int, size: int) -> memoryview:
         """The bytes at `offset`, in place, for whoever is filling that frame."""
         return self._writable[offset : offset + size]

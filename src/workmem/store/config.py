@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from workmem.store.host.config import HostConfig
+
 
 class DramConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[store.dram]`: the arena that every page passes through."""
@@ -43,5 +45,6 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     dram: DramConfig = DramConfig()
     ssd: SsdConfig = SsdConfig()
+    host: HostConfig = HostConfig()
     save_queue_pages: Annotated[int, Meta(ge=1)] = 8192
     """Most pages waiting to be copied into dram; more are dropped, counted and said."""

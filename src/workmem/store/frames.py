@@ -59,13 +59,13 @@ class Frame:
 
     __slots__ = ("generation", "offset", "owner", "pins", "size", "slab", "state")
 
-    def __init__(self, slab: Slab, offset: int, size: int) -> None:
+    def __init__(self, slab: Slab, offset: int, size: int, generation: int) -> None:
         self.slab = slab
         self.offset = offset
         self.size = size
         self.state = FrameState.FREE
         self.pins = 0
-        self.generation = 0
+        self.generation = generation
         self.owner = NO_OWNER
         """Row of the block whose page it holds."""
 
@@ -75,12 +75,13 @@ class Slab:
 
     __slots__ = ("first", "frames", "free", "is_closing", "span")
 
-    def __init__(self, first: int, span: int, slab_bytes: int, frame_bytes: int) -> None:
+    def __init__(self, first: int, span: int, slab_bytes: int, frame_bytes: int, generation: int) -> None:
         self.first = first
         self.span = span
         count = span * slab_bytes // frame_bytes
         self.frames: list[Frame] = [
-            Frame(self, first * slab_bytes + index * frame_bytes, frame_bytes) for index in range(count)
+            Frame(self, first * slab_bytes + index * frame_bytes, frame_bytes, generation)
+            for index in range(count)
         ]
         # Popped from the end: low addresses first, so that neighbours in a prefix are neighbours in memory.
         self.free = self.frames[::-1]
@@ -120,6 +121,7 @@ class FrameTable:
         """End of the highest slab ever taken."""
         self.in_use = 0
         """Frames that are not FREE."""
+        self._generation = 0
 
     @property
     def used_bytes(self) -> int:
@@ -164,7 +166,9 @@ class FrameTable:
     def free(self, frame: Frame) -> None:
         """Give a frame back through the one path there is (R5); an empty slab goes back with it."""
         self.move(frame, FrameState.FREE)
-        frame.generation += 1
+        # Counted for the whole table: a slab that is cut anew must not repeat what a reader may remember.
+        self._generation += 1
+        frame.generation = self._generation
         frame.owner = NO_OWNER
         self.in_use -= 1
         slab = frame.slab
@@ -281,7 +285,7 @@ class FrameTable:
         first = self._vacant_run(self._span(frame_bytes), frame_bytes)
         if first is None:
             return None
-        slab = Slab(first, self._span(frame_bytes), self.slab_bytes, frame_bytes)
+        slab = Slab(first, self._span(frame_bytes), self.slab_bytes, frame_bytes, self._generation)
         self._map[first : first + slab.span] = [slab] * slab.span
         self._vacant -= slab.span
         if self._kept[0] == frame_bytes:

@@ -110,6 +110,11 @@ class Store:
         """The memory that all pages pass through."""
         return self._arena
 
+    @property
+    def pool(self) -> Pool:
+        """What is where, for what reserves and commits frames itself."""
+        return self._pool
+
     def register(self, namespace: Namespace) -> bytes:
         """See `KVStore.register`."""
         return self._pool.add_space(namespace)[0].root
@@ -193,6 +198,7 @@ class Store:
             "store_dram_used_bytes": frames.used_bytes,
             "store_dram_fragmented_bytes": frames.fragmented_bytes,
             "store_dram_pages": len(pool.order),
+            "store_dram_resident_bytes": frames.ledger[FrameState.RESIDENT],
             "store_dram_quarantined_bytes": frames.ledger[FrameState.QUARANTINED],
             "store_dram_held_skips_total": pool.order.held_skips,
             "store_save_queue_pages": self._saver.depth,

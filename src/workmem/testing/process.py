@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,8 +28,8 @@ class Place(NamedTuple):
     model: Path
     store: Path
 
-    def command(self) -> list[str]:
-        """The command that serves them."""
+    def command(self, more: Mapping[str, object] | None = None) -> list[str]:
+        """The command that serves them, with `more` settings."""
         settings = {
             "server.port": 0,
             "engine.model": self.model,
@@ -42,19 +42,26 @@ class Place(NamedTuple):
             "store.dram.bytes": "64MiB",
             "store.ssd.path": self.store,
             "store.ssd.bytes": "64MiB",
+            **(more or {}),
         }
         words = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
         return [sys.executable, "-m", "workmem", "serve", *words]
 
 
 @contextmanager
-def serving(place: Place, how: signal.Signals = signal.SIGTERM, *, stop_s: float = 60.0) -> Generator[Served]:
-    """Serve `place`; stopped by `how` at the end, and held to end as that should.
+def serving(
+    place: Place,
+    how: signal.Signals = signal.SIGTERM,
+    *,
+    stop_s: float = 60.0,
+    more: Mapping[str, object] | None = None,
+) -> Generator[Served]:
+    """Serve `place` with `more` settings; stopped by `how` at the end, and held to end as that should.
 
     Raises RuntimeError with what the server said where it does not start, ends with another exit code
     than it should, or shows a traceback while it stops.
     """
-    command = place.command()
+    command = place.command(more)
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:  # noqa: S603  our own program
         assert server.stderr is not None
         try:

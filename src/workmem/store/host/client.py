@@ -1,0 +1,258 @@
+"""The store as an engine process sees it when the host's processes share one, see `store.contract.KVStore`.
+
+Lookups and leases are one round trip on a Unix socket each, pages are read and written in place in the
+server's arena. Without a server everything is a miss and nothing is saved; the client comes back by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from workmem.core.errors import CapacityError, InvariantError, TransferError
+from workmem.core.events import EventSink, TierStateChanged, discard
+from workmem.core.keys import KEY_BYTES, BlockKey
+from workmem.core.layout import Namespace
+from workmem.core.outcomes import Lookup, MissReason, TierName
+from workmem.store.catalog import Space
+from workmem.store.contract import PageWrite
+from workmem.store.host import messages
+from workmem.store.host.channel import Disconnected
+from workmem.store.host.keeper import Keeper
+from workmem.store.host.lease import HostLease
+from workmem.store.host.link import Link
+from workmem.store.host.saver import HostSaver
+from workmem.store.host.wire import KEYS_MAX, ErrorCode, Kind, Refused
+
+CLOSE_S = 10.0
+"""Longest that `close` waits for pages that are being copied."""
+_FLUSH_PAUSE_S = 0.02
+
+
+class HostStore:
+    """`KVStore` over the server at `path`. A context manager; `close` ends its threads.
+
+    With `attaches` the first connection is made here, and TransferError raised when there is none. A
+    process that was forked from this one gets misses only: it opens its own.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        sink: EventSink = discard,
+        *,
+        call_s: float = 1.0,
+        save_queue_pages: int = 8192,
+        attaches: bool = True,
+    ) -> None:
+        self._path = path
+        self._call_s = call_s
+        self._sink = sink
+        self._spaces: dict[bytes, Space] = {}
+        self._spaces_lock = threading.Lock()
+        self._capacity_bytes = 0
+        self._closed = False
+        self._pid = os.getpid()
+        first = self._reading_link() if attaches else None
+        self._keeper = Keeper(self._reading_link, first, self._heard)
+        self._saver = HostSaver(self._writing_link, sink, save_queue_pages)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether a server answers."""
+        return self._usable_link() is not None
+
+    def register(self, namespace: Namespace) -> bytes:
+        """See `KVStore.register`. Declared to the server now, and to each that follows it."""
+        root = namespace.root()
+        with self._spaces_lock:
+            self._spaces.setdefault(root, Space(namespace, 0))
+        link = self._usable_link()
+        if link is not None:
+            try:
+                link.register(namespace)
+                self._capacity_bytes = link.capacity_bytes
+            except Refused as error:
+                if error.code is not ErrorCode.BOUND:
+                    raise
+            except TransferError:
+                self._keeper.nudge()
+        return root
+
+    def lookup(self, root: bytes, keys: Sequence[BlockKey]) -> Lookup:
+        """See `KVStore.lookup`. One round trip; a miss for `unavailable` without a server."""
+        self._space(root)
+        if self._closed:
+            return Lookup((), MissReason.DISABLED if keys else None)
+        if not keys:
+            return Lookup()
+        link = self._usable_link()
+        tiers: tuple[TierName, ...] = ()
+        while link is not None:
+            part = keys[len(tiers) : len(tiers) + KEYS_MAX]
+            try:
+                body = root + messages.pack_keys(part)
+                with link.lock:
+                    found, reason = messages.unpack_found(link.ask_locked(Kind.LOOKUP, body))
+            except TransferError as error:
+                self._failed(root, error)
+                break
+            tiers += found
+            if len(found) < len(part) or len(tiers) == len(keys):
+                return Lookup(tiers, reason)
+        return Lookup((), MissReason.UNAVAILABLE)
+
+    def lease(self, root: bytes, keys: Sequence[BlockKey], *, owner: str, ttl_s: float) -> HostLease:
+        """See `KVStore.lease`. One round trip; nothing arrives, for `unavailable`, without a server."""
+        if self._closed:
+            raise InvariantError("lease on a closed store")
+        lease = HostLease(self._space(root), tuple(keys), owner, link := self._usable_link())
+        if link is None or not keys:
+            lease.failed = MissReason.UNAVAILABLE if keys else None
+            return lease
+        if len(keys) > KEYS_MAX:
+            raise CapacityError(f"a lease of {len(keys)} pages; at most {KEYS_MAX} are held at a time")
+        now = time.monotonic()
+        body = messages.pack_lease(root, min(ttl_s, link.welcome.lease_s), owner, keys)
+        try:
+            with link.lock:
+                leased = messages.unpack_leased(link.ask_locked(Kind.LEASE, body))
+                lease.grant(leased, now, now + ttl_s)
+                link.leases[leased.id] = lease
+        except Refused as error:
+            if error.code in (ErrorCode.CAPACITY, ErrorCode.BOUND):
+                raise CapacityError(str(error)) from error
+            self._failed(root, error)
+            lease.failed = MissReason.UNAVAILABLE
+        except TransferError as error:
+            self._failed(root, error)
+            lease.failed = MissReason.UNAVAILABLE
+        return lease
+
+    def save(self, root: bytes, pages: Sequence[PageWrite]) -> None:
+        """See `KVStore.save`. Raises InvariantError on a block that does not fit the namespace."""
+        space = self._space(root)
+        for page in pages:
+            block = page.block
+            if len(block.key) != KEY_BYTES or len(block.parent) != KEY_BYTES:
+                raise InvariantError(f"block key and parent are {KEY_BYTES} bytes each")
+            if len(block.tokens) != space.layout.block_tokens:
+                raise InvariantError(
+                    f"a block has {space.layout.block_tokens} tokens here, not {len(block.tokens)}"
+                )
+        self._saver.put(space, pages)
+
+    def dram_capacity_bytes(self) -> int:
+        """See `KVStore.dram_capacity_bytes`. As the server last said."""
+        return self._capacity_bytes
+
+    def flush(self, timeout_s: float) -> bool:
+        """See `KVStore.flush`. Waits for the saves of all clients; False as well when the server goes away."""
+        until = time.monotonic() + timeout_s
+        if not self._saver.drain(timeout_s):
+            return False
+        try:
+            # A connection of its own: the server takes its time, and lookups must not wait behind it.
+            link = self._open_link(writes=False)
+        except TransferError:
+            return False
+        try:
+            while not link.ask(Kind.FLUSH, messages.pack_seconds(max(0.0, until - time.monotonic())))[0]:
+                if time.monotonic() >= until:
+                    return False
+                time.sleep(_FLUSH_PAUSE_S)
+        except TransferError:
+            return False
+        finally:
+            link.tell(Kind.GOODBYE, b"")
+            link.close()
+        return True
+
+    def gauges(self) -> dict[str, float]:
+        """See `KVStore.gauges`. The server's readings, and this client's."""
+        readings: dict[str, Any] = {}
+        link = self._usable_link()
+        if link is not None:
+            try:
+                readings = msgspec.json.decode(link.ask(Kind.GAUGES), type=dict[str, float])
+            except TransferError:
+                self._keeper.nudge()
+        return readings | {
+            "store_save_queue_pages": self._saver.depth,
+            "store_client_attached": float(self.is_attached),
+            "store_client_reconnects_total": self._keeper.reconnects,
+            "store_client_saves_dropped_total": self._saver.counts["saves_refused"],
+        }
+
+    def audit(self) -> None:
+        """Have the server recount. Raises InvariantError with what does not add up, TransferError without a server."""
+        link = self._usable_link()
+        if link is None:
+            raise TransferError(f"no server at {self._path}")
+        problem = bytes(link.ask(Kind.AUDIT)).decode()
+        if problem:
+            raise InvariantError(problem)
+
+    def close(self) -> None:
+        """See `KVStore.close`. Pages still queued get a bounded time; the server and its pages stay."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._pid != os.getpid():
+            # The threads are the parent's.
+            return
+        self._saver.drain(CLOSE_S)
+        self._saver.close(CLOSE_S)
+        self._keeper.close(CLOSE_S)
+
+    def _space(self, root: bytes) -> Space:
+        try:
+            return self._spaces[root]
+        except KeyError:
+            raise InvariantError(f"root {root.hex()[:16]} is not registered with this store") from None
+
+    def _failed(self, root: bytes, error: TransferError) -> None:
+        if isinstance(error, Refused) and error.code is ErrorCode.UNREGISTERED:
+            # The server was started anew while the namespace was being declared to its predecessor.
+            self.register(self._space(root).namespace)
+        else:
+            self._keeper.nudge()
+
+    def _usable_link(self) -> Link | None:
+        link = self._keeper.link
+        return link if link is not None and link.is_usable else None
+
+    def _reading_link(self) -> Link:
+        link = self._open_link(writes=False)
+        self._capacity_bytes = link.capacity_bytes
+        return link
+
+    def _writing_link(self) -> Link:
+        if not self.is_attached:
+            # The keeper tries, at its pace; a page for which nobody is there is dropped at once.
+            raise Disconnected(f"no server at {self._path}")
+        return self._open_link(writes=True)
+
+    def _open_link(self, *, writes: bool) -> Link:
+        with self._spaces_lock:
+            namespaces = [space.namespace for space in self._spaces.values()]
+        return Link(self._path, namespaces, call_s=self._call_s, writes=writes)
+
+    def _heard(self, why: str) -> None:
+        state, reason = ("error", why) if why else ("ok", "attached again")
+        self._sink(TierStateChanged(tier=TierName.DRAM, state=state, reason=f"{self._path}: {reason}"))

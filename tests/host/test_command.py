@@ -1,0 +1,146 @@
+"""`workmem store serve`, and engines that attach to it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from workmem.app import _open_store
+from workmem.core.errors import ConfigError
+from workmem.core.events import discard
+from workmem.core.outcomes import TierName
+from workmem.store.config import DramConfig, SsdConfig, StoreConfig
+from workmem.store.host.client import HostStore
+from workmem.store.host.config import HostConfig
+from workmem.store.store import Store
+from workmem.testing.pages import Chain, namespace, read_all
+from workmem.testing.process import Place, ask, serving, sources, text
+from workmem.testing.tiny_models import build_model
+from workmem.testing.waiting import wait_until
+
+pytestmark = pytest.mark.timeout(120)
+
+CHAIN = Chain(namespace("small"), 4)
+
+
+def command(folder: Path) -> list[str]:
+    settings = {
+        "store.host.socket": folder / "store.sock",
+        "store.ssd.path": folder / "ssd",
+        "store.ssd.bytes": "64MiB",
+        "store.dram.bytes": "64MiB",
+    }
+    words = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
+    return [sys.executable, "-m", "workmem", "store", "serve", *words]
+
+
+@contextmanager
+def store_served(folder: Path) -> Generator[subprocess.Popen[str]]:
+    """`workmem store serve` on `folder`; ended by SIGTERM unless it has been killed."""
+    with subprocess.Popen(command(folder), stderr=subprocess.PIPE, text=True) as server:
+        said = []
+        for line in server.stderr:
+            said.append(line)
+            if "listening on " in line:
+                break
+        else:
+            raise RuntimeError("".join(said))
+        try:
+            yield server
+        finally:
+            was_killed = server.poll() is not None
+            if not was_killed:
+                server.send_signal(signal.SIGTERM)
+            rest = server.stderr.read()
+            code = server.wait(60)
+    assert "Traceback" not in rest, rest
+    assert was_killed or code == 0, rest
+
+
+def test_the_store_is_served_until_told_to_stop_and_keeps_what_it_has(tmp_path):
+    socket = tmp_path / "store.sock"
+    with store_served(tmp_path):
+        with HostStore(socket) as client:
+            CHAIN.save(client)
+            assert read_all(client, CHAIN.root, CHAIN.keys) == 4
+        second = subprocess.run(command(tmp_path), capture_output=True, text=True, check=False, timeout=60)
+        assert second.returncode == 2
+        assert "in use" in second.stderr or "already" in second.stderr
+        assert len(second.stderr.splitlines()) < 5
+    assert not socket.exists()
+    with Store(
+        StoreConfig(dram=DramConfig(bytes="1MiB"), ssd=SsdConfig(path=str(tmp_path / "ssd")))
+    ) as store:
+        store.register(CHAIN.space)
+        assert CHAIN.tiers(store) == (TierName.SSD,) * 4
+
+
+class Said:
+    """A progress that remembers."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def begin(self, step: str) -> None:
+        self.lines.append(step)
+
+    end = note = begin
+
+
+def config(folder: Path, attach: str) -> StoreConfig:
+    return StoreConfig(
+        dram=DramConfig(bytes="2MiB"),
+        ssd=SsdConfig(path=str(folder / "ssd"), bytes="16MiB"),
+        host=HostConfig(attach=attach, socket=str(folder / "store.sock")),
+    )
+
+
+def test_attaching_is_asked_for_and_falls_back_only_where_that_was_asked_for(host):
+    said = Said()
+    with pytest.raises(ConfigError, match=r"store\.host\.attach.*workmem store serve"):
+        _open_store(config(host.folder, "require"), host.folder, discard, said)
+    own = _open_store(config(host.folder, "auto"), host.folder, discard, said)
+    assert isinstance(own, Store)
+    assert any("no store of the host" in line for line in said.lines)
+    own.close()
+    host.serve()
+    for attach, kind in (("auto", HostStore), ("require", HostStore)):
+        store = _open_store(config(host.folder, attach), host.folder, discard, said)
+        assert isinstance(store, kind)
+        assert store.dram_capacity_bytes() > 0
+        store.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_engines_share_one_store_and_outlive_it(tmp_path):
+    model = build_model(tmp_path / "model")
+    attached = {"store.host.attach": "require", "store.host.socket": tmp_path / "store.sock"}
+    prompt = " ".join(f"word{number}" for number in range(60))
+    with store_served(tmp_path) as store:
+        place = Place(model, tmp_path / "unused")
+        with serving(place, more=attached) as one:
+            cold = ask(one.url, prompt)
+            assert "dram" not in sources(cold)
+            with HostStore(tmp_path / "store.sock") as watcher:
+                assert watcher.flush(30)
+            with serving(place, more=attached) as two:
+                shared = ask(two.url, prompt)
+                assert sources(shared).get("dram", 0) > 0
+                assert text(shared) == text(cold)
+                os.kill(store.pid, signal.SIGKILL)
+                store.wait(30)
+                assert text(ask(two.url, prompt + " more")) == text(ask(one.url, prompt + " more"))
+                with store_served(tmp_path), HostStore(tmp_path / "store.sock") as watcher:
+                    wait_until(lambda: watcher.gauges()["store_host_connections"] >= 3)
+                    other = ask(one.url, "other " + prompt)
+                    assert watcher.flush(30)
+                    assert text(ask(two.url, "other " + prompt)) == text(other)
+    assert not (tmp_path / "unused").exists()

@@ -116,9 +116,14 @@ class SsdTier:
             try:
                 with_header = self._device.open(path, Access.READ, direct=False)
                 try:
-                    with_header.readv([memoryview(head)], 0)
+                    if with_header.size() >= SEGMENT_HEADER_BYTES:
+                        with_header.readv([memoryview(head)], 0)
                 finally:
                     with_header.close()
+                if not any(head):
+                    # It was begun when the power went: its header is durable before a page of it is named.
+                    self._device.unlink(path)
+                    continue
                 check_segment_header(bytes(head), number, self._folder.store_id)
                 file = self._open_file(number, Access.READ)
             except (OSError, IntegrityError) as error:

@@ -159,6 +159,7 @@ class SsdTier:
 
     def _announce_all(self) -> None:
         self._journal.rewrite(self.index.snapshot())
+        self.index.strikes_are_durable()
         self._announced = {space.number for space in self._pool.state.spaces.values()}
 
     # -- writing
@@ -195,6 +196,7 @@ class SsdTier:
         except OSError:
             self.index.return_erasures(left)
             raise
+        self.index.erasures_are_done()
 
     def compact_all(
         self, on_segment: Callable[[int, int], None] | None = None, *, also: Collection[int] = ()
@@ -246,6 +248,7 @@ class SsdTier:
         except OSError:
             self.index.return_deletes(deletes)
             raise
+        self.index.strikes_are_durable()
         self._announced.update(entry.number for entry in news)
 
     def _write_data(self, jobs: list[WriteJob]) -> list[Extent]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -28,6 +28,7 @@ pytestmark = pytest.mark.timeout(170)
 WIDE = type(SMALL)(dtype="fp32", layers=4, kv_heads=4, head_dim=32, block_tokens=4)
 SPACES = (namespace("small", SMALL), namespace("wide", WIDE))
 CHAINS = tuple(Chain(space, 4, seed=seed) for space in SPACES for seed in range(5))
+ROOTS = {key: chain.root for chain in CHAINS for key in chain.keys}
 
 
 def open_store(folder: Path, device: BlockDevice | None = None, sink=lambda event: None) -> Store:
@@ -47,12 +48,23 @@ class Workload:
         """Operations done before the save and before its acknowledgement, and the key."""
         self.lost: list[tuple[int, str]] = []
         """Operations done before a block was struck out, and its key as events show it."""
+        self.purged: list[tuple[int, int, bytes]] = []
+        """Operations done before a purge and before its acknowledgement, and the namespace's root."""
         self.store = self._open()
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
             self.chance.choice(
-                (self.save, self.save, self.save, self.burst, self.trouble, self.strike, self.reopen)
+                (
+                    self.save,
+                    self.save,
+                    self.save,
+                    self.burst,
+                    self.trouble,
+                    self.strike,
+                    self.purge,
+                    self.reopen,
+                )
             )()
         self.store.audit()
         self.store.close()
@@ -93,6 +105,14 @@ class Workload:
         lease.quarantine(0)
         lease.release()
 
+    def purge(self) -> None:
+        if self.chance.random() < 0.5:
+            return
+        started, space = self.device.operations, self.chance.choice(SPACES)
+        self.store.purge(lambda namespace: namespace == space)
+        assert self.store.flush(20)
+        self.purged.append((started, self.device.operations, space.root()))
+
     def reopen(self) -> None:
         self.store.close()
         self.store = self._open()
@@ -105,6 +125,20 @@ class Workload:
             for started, acknowledged, key in self.saved
             if acknowledged <= at
             and not any(when >= started and key.hex().startswith(name) for when, name in lost)
+            and not any(started <= when <= at and root == ROOTS[key] for when, _, root in self.purged)
+        }
+
+    def forbidden(self, at: int) -> set[bytes]:
+        """Keys that a cut after `at` operations must not bring back: purged, and not saved since."""
+        gone = {
+            root: max(start for start, done, other in self.purged if other == root and done <= at)
+            for _, acknowledged, root in self.purged
+            if acknowledged <= at
+        }
+        return {
+            key
+            for key, root in ROOTS.items()
+            if root in gone and not any(key == saved and done >= gone[root] for _, done, saved in self.saved)
         }
 
     def _open(self) -> Store:
@@ -120,8 +154,9 @@ class Workload:
             self.lost.append((self.device.operations, event.key))
 
 
-def check(folder: Path, promised: Iterable[bytes]) -> None:
+def check(folder: Path, work: Workload, at: int) -> None:
     """Open what the cut left: all that was promised is there, and all that is there is right."""
+    promised = work.promised(at)
     with open_store(folder) as store:
         found: set[bytes] = set()
         for chain in CHAINS:
@@ -136,9 +171,12 @@ def check(folder: Path, promised: Iterable[bytes]) -> None:
             found.update(held)
         missing = {key.hex()[:16] for key in set(promised) - found}
         assert missing == set()
+        assert found.isdisjoint(work.forbidden(at)), "purged blocks came back"
         states = CHAINS[0].save(store)
         assert SaveState.DROPPED not in states
         store.audit()
+    # A segment that was just begun is not left behind for ever.
+    assert all(any(file.read_bytes()[:40]) for file in (folder / "segments").iterdir())
 
 
 @pytest.fixture
@@ -156,7 +194,7 @@ def test_power_cut_at_every_operation_keeps_what_was_acknowledged(tmp_path):
     for at in range(operations + 1):
         left = tmp_path / "left"
         work.device.cut(left, seed=at, at=at)
-        check(left, work.promised(at))
+        check(left, work, at)
         shutil.rmtree(left)
 
 
@@ -179,8 +217,8 @@ def test_power_cut_anywhere_in_long_runs_and_again_in_the_recovery(seed):
             recovery = PowerCutDevice(first)
             open_store(first, recovery).close()
             recovery.cut(again, seed=seed, at=work.chance.randint(0, recovery.operations))
-            check(first, work.promised(at))
-            check(again, work.promised(at))
+            check(first, work, at)
+            check(again, work, at)
 
 
 def test_a_cut_keeps_what_was_synced_and_any_part_of_what_was_not(tmp_path):

@@ -77,6 +77,9 @@ class SsdIndex:
         self.live_bytes = 0
         self.page_count = 0
         self._deletes: list[Entry] = []
+        self._is_striking = False
+        """Strikes have been taken that are not durable yet."""
+        self._is_erasing = False
         self._erasures: set[int] = set()
         self.extent_bytes_max = capacity_bytes
         """A page that takes more can never be kept; it stays in dram only."""
@@ -172,28 +175,50 @@ class SsdIndex:
         """Records to strike out of the journal, before anything newer is put in."""
         with self._state.outbox:
             deletes, self._deletes = self._deletes, []
+            self._is_striking = self._is_striking or bool(deletes)
             return deletes
 
     def return_deletes(self, deletes: list[Entry]) -> None:
         """They could not be journaled; try again with the next batch."""
         with self._state.outbox:
             self._deletes[:0] = deletes
+            self._is_striking = False
+
+    def strikes_are_durable(self) -> None:
+        """What `take_deletes` or `snapshot` took is journaled: whoever waits in `flush` may go on."""
+        with self._state.outbox:
+            self._is_striking = False
+            self._state.outbox.changed.notify_all()
+
+    @property
+    def is_settled(self) -> bool:
+        """Nothing is to be struck out or erased, nor under way."""
+        return not (self._deletes or self._erasures or self._is_striking or self._is_erasing)
 
     @property
     def has_deletes(self) -> bool:
         """Something waits to be struck out, or erased."""
-        return bool(self._deletes or self._erasures)
+        # Between two steps of the writer, strikes under way are such that failed with a rewrite.
+        return bool(self._deletes or self._erasures or self._is_striking)
 
     def take_erasures(self) -> list[Segment]:
         """Segments that hold pages of a purged namespace: what else is in them is to move, and they are to go."""
         with self._state.outbox:
             numbers, self._erasures = self._erasures, set()
+            self._is_erasing = bool(numbers)
             return [self.segments[number] for number in sorted(numbers) if number in self.segments]
+
+    def erasures_are_done(self) -> None:
+        """What `take_erasures` took is gone."""
+        with self._state.outbox:
+            self._is_erasing = False
+            self._state.outbox.changed.notify_all()
 
     def return_erasures(self, segments: Sequence[Segment]) -> None:
         """They could not be erased; try again later."""
         with self._state.outbox:
             self._erasures.update(segment.number for segment in segments)
+            self._is_erasing = False
 
     def drop_space(self, space: Space) -> None:
         """A purged namespace leaves the journal in one word."""
@@ -308,6 +333,7 @@ class SsdIndex:
                 puts = self._puts_of(space)
                 entries += [puts[at : at + REWRITE_RECORDS] for at in range(0, len(puts), REWRITE_RECORDS)]
             # Strikes of pages that are not in the snapshot have nothing left to strike out.
+            self._is_striking = self._is_striking or bool(self._deletes)
             self._deletes.clear()
             return entries
 

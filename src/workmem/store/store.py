@@ -188,7 +188,7 @@ class Store:
         pool = self._pool.state
         if pool.unwritten or pool.writes_in_flight:
             return False
-        return self._tier is None or self._breaker.writes_open or not self._tier.index.has_deletes
+        return self._tier is None or self._breaker.writes_open or self._tier.index.is_settled
 
     def gauges(self) -> dict[str, float]:
         """See `KVStore.gauges`."""

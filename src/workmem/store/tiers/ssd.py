@@ -126,9 +126,14 @@ class SsdTier:
             try:
                 with_header = self._device.open(path, Access.READ, direct=False)
                 try:
-                    with_header.readv([memoryview(head)], 0)
+                    if with_header.size() >= SEGMENT_HEADER_BYTES:
+                        with_header.readv([memoryview(head)], 0)
                 finally:
                     with_header.close()
+                if not any(head):
+                    # It was begun when the power went: its header is durable before a page of it is named.
+                    self._device.unlink(path)
+                    continue
                 check_segment_header(bytes(head), number, self._folder.store_id)
                 file = self._open_file(number, Access.READ)
             except (OSError, IntegrityError) as error:
@@ -164,6 +169,7 @@ class SsdTier:
 
     def _announce_all(self) -> None:
         self._journal.rewrite(self.index.snapshot())
+        self.index.strikes_are_durable()
         self._announced = {space.number for space in self._pool.state.spaces.values()}
 
     # -- writing
@@ -200,6 +206,7 @@ class SsdTier:
         except OSError:
             self.index.return_erasures(left)
             raise
+        self.index.erasures_are_done()
 
     def compact_all(
         self, on_segment: Callable[[int, int], None] | None = None, *, also: Collection[int] = ()
@@ -251,6 +258,7 @@ class SsdTier:
         except OSError:
             self.index.return_deletes(deletes)
             raise
+        self.index.strikes_are_durable()
         self._announced.update(entry.number for entry in news)
 
     def _write_data(self, jobs: list[WriteJob]) -> list[Extent]:

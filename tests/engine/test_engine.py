@@ -156,6 +156,30 @@ def test_a_context_larger_than_the_pool_is_served_from_dram(bench: Make) -> None
     asyncio.run(run())
 
 
+def test_a_context_whose_pages_in_dram_are_taken_back_ends_with_an_error_not_with_their_successors(
+    bench: Make,
+) -> None:
+    """The store of a host takes back what a process held that stood still for too long (rule R3)."""
+    small = bench(vram_bytes="200KiB", batch_tokens=32, dtype="fp32")
+    tokens = prompt(350)
+
+    async def run() -> None:
+        expected = await small.ask(tokens, 40)
+        await small.idle()
+        asked = asyncio.create_task(small.ask(tokens, 40))
+        while not any(seq.spilled for seq in list(small.engine._scheduler.running)):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        assert small.store is not None
+        small.store.pool.leases.end_leases()
+        with pytest.raises(EngineError, match="left dram while they were in use"):
+            await asked
+        again = await small.ask(tokens, 40)
+        assert again.tokens == expected.tokens
+        await small.idle()
+
+    asyncio.run(run())
+
+
 def test_a_context_that_no_tier_can_hold_is_refused_with_both_sizes(bench: Make) -> None:
     world = bench(vram_bytes="200KiB", batch_tokens=32, dtype="fp32", store=False)
 

@@ -314,7 +314,7 @@ class EmbeddedEngine:
         for seq in self._scheduler.running:
             if seq.window:
                 self._saver.offer(seq)
-        work = [item for item in work if item.seq.phase is Phase.RUNNING]
+        work = self._runnable(work)
         if not work:
             return False
         logits = self._runner.run(work)
@@ -332,6 +332,13 @@ class EmbeddedEngine:
                 self._scheduler.finish(seq)
         return True
 
+    def _runnable(self, work: list[Work]) -> list[Work]:
+        """Without what has ended, or has lost pages that it would read in place."""
+        for item in work:
+            if not self._restorer.still_holds(item.seq):
+                self._end_lost(item.seq)
+        return [item for item in work if item.seq.phase is Phase.RUNNING]
+
     def _settle(self, item: Work) -> bool:
         """Book what the step computed. False where a bad page made the result void."""
         seq = item.seq
@@ -340,6 +347,9 @@ class EmbeddedEngine:
             seq.computed = failed * seq.block_tokens
             seq.restored = min(seq.restored, failed)
             self._output.lost(seq, failed)
+            return False
+        if not self._restorer.still_holds(seq):
+            self._end_lost(seq)
             return False
         if seq.first_token_at is None and item.start + item.count >= seq.prompt_len:
             asked = sum(run.tokens for run in seq.sources)
@@ -358,6 +368,9 @@ class EmbeddedEngine:
     def _end(self, seq: Sequence, error: EngineError) -> None:
         self._scheduler.finish(seq)
         self._output.fail(seq, error)
+
+    def _end_lost(self, seq: Sequence) -> None:
+        self._end(seq, EngineError("pages of this context left dram while they were in use; send it again"))
 
     def _fail_running(self, error: EngineError) -> None:
         try:

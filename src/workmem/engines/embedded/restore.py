@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import xxhash
 
-from workmem.core.errors import CapacityError, EngineError
+from workmem.core.errors import CapacityError, EngineError, LeaseError
 from workmem.core.keys import BlockKey
 from workmem.core.outcomes import MissReason
 from workmem.engines.embedded.block_pool import BlockPool
@@ -176,6 +176,19 @@ class Restorer:
                     lease.quarantine(index)
                     return index
         return count
+
+    def still_holds(self, seq: Sequence) -> bool:
+        """Whether what the step read in place in dram was still ours when it had read it (rule R3).
+
+        A store of its own process never takes a hold back; that of the host does, from a process that stood
+        still for too long.
+        """
+        try:
+            for lease, index in {id(lease): (lease, index) for lease, index in seq.spilled}.values():
+                lease.page(index)
+        except LeaseError:
+            return False
+        return True
 
     def settle(self, seq: Sequence) -> int | None:
         """After the step that used a load: give the lease back. Returns the first bad block, or None.

@@ -195,17 +195,20 @@ class Journal:
         return entries
 
     def append(self, entries: Sequence[Record]) -> None:
-        """Add one batch and return once it is durable. On OSError the journal `is_broken`."""
+        """Add a batch, or as many as its size needs, and return once it is durable. On OSError the journal `is_broken`."""
         assert self._file is not None
-        batch = _batch(self._sequence, b"".join(encode(entry) for entry in entries))
+        batches = [
+            _batch(self._sequence + index, payload) for index, payload in enumerate(_payloads(entries))
+        ]
+        raw = b"".join(batches)
         try:
-            self._file.writev([memoryview(batch)], self._end)
+            self._file.writev([memoryview(raw)], self._end)
             self._file.sync()
         except OSError:
             self.is_broken = True
             raise
-        self._end += len(batch)
-        self._sequence += 1
+        self._end += len(raw)
+        self._sequence += len(batches)
         self.record_count += count_records(entries)
 
     def rewrite(self, entries: Sequence[Record]) -> None:

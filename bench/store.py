@@ -123,7 +123,6 @@ class Bench:
         self._budget = Budget(mode.budget_s)
         self._kept: dict[str, StoreWorker] = {}
         self.absent: dict[str, str] = {}
-        self.about: dict[str, dict[str, Any]] = {}
         self.skipped: list[str] = []
 
     def run(self) -> None:
@@ -210,7 +209,7 @@ class Bench:
             read_bytes=read_bytes,
             fill_bytes=0 if on_disk else mode.dram_bytes,
         )
-        self.about[unit.system] = answer["about"]
+        self._journal.record(f"about|{unit.system}", found=answer["about"])
 
     def _measure(self, worker: StoreWorker, unit: Unit, op: str, clients: int) -> None:
         mode = self._mode
@@ -509,7 +508,10 @@ def main() -> None:
         "machine": machine | {"load_1m_end": os.getloadavg()[0]},
         "config": config,
         "clients_are": "threads of one process",
-        "systems": {name: {"medium": media[name], **bench.about.get(name, {})} for name in media},
+        "systems": {
+            name: {"medium": media[name], **journal.done.get(f"about|{name}", {}).get("found", {})}
+            for name in media
+        },
         "absent": bench.absent,
         "reaches": reaches(rows, journal.done),
         "against": against(rows, media),

@@ -224,8 +224,8 @@ def worker(tmp_path: Path, request) -> Iterator[StoreWorker]:
 
 @pytest.mark.parametrize(
     "worker",
-    [{"medium": "dram"}, {"medium": "ssd"}],
-    ids=["dram", "ssd"],
+    [{"medium": "dram"}, {"medium": "ssd"}, {"medium": "dram", "host": True}],
+    ids=["dram", "ssd", "host"],
     indirect=True,
 )
 def test_the_store_itself_is_driven(worker: StoreWorker, tmp_path: Path):
@@ -251,6 +251,13 @@ def test_prefixes_are_timed_at_both_lengths():
     found = bench.lookups("lookups", 0.01)
     for n in (32, 512):
         for what in ("hashing", "lookup", "lease_and_release", "echo"):
+            assert found[f"{what}_{n}"]["p50_us"] > 0
+
+
+def test_prefixes_are_timed_from_another_process():
+    found = bench.lookups("host_lookups", 0.01)
+    for n in (32, 512):
+        for what in ("host_lookup", "host_lease"):
             assert found[f"{what}_{n}"]["p50_us"] > 0
 
 

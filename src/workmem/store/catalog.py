@@ -20,7 +20,7 @@ from workmem.core.layout import KVLayout, Namespace
 from workmem.core.outcomes import MissReason
 from workmem.store.arena import align
 from workmem.store.frames import Frame
-from workmem.store.tiers.page_header import header_bytes
+from workmem.store.tiers.page_header import header_bytes, slice_sums
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -51,6 +51,8 @@ class Space:
         "root",
         "rows",
         "spans",
+        "sums",
+        "sums_at",
     )
 
     def __init__(self, namespace: Namespace, number: int) -> None:
@@ -62,6 +64,7 @@ class Space:
         self.header_bytes = header_bytes(self.layout)
         self.frame_bytes = self.header_bytes + align(self.layout.page_bytes)
         """A frame holds a page as it lies on disk: header, then payload."""
+        self.sums, self.sums_at = slice_sums(self.layout)
         self.spans = [self.layout.slice_span(index) for index in range(self.layout.slice_count)]
         self.rows: dict[BlockKey, int] = {}
         self.filling: set[BlockKey] = set()

@@ -10,7 +10,7 @@ from workmem.core.keys import BlockKey
 from workmem.core.layout import KVLayout
 from workmem.core.outcomes import MissReason
 from workmem.store.frames import Frame
-from workmem.store.tiers.page_header import slice_sums_of, tokens_of
+from workmem.store.tiers.page_header import tokens_of
 
 if TYPE_CHECKING:
     from workmem.store.catalog import Space
@@ -26,6 +26,7 @@ class PageLease:
         self._table = table
         self._layout = space.layout
         self._header_bytes = space.header_bytes
+        self._sums, self._sums_at = space.sums, space.sums_at
         self._keys = keys
         self.owner = owner
         self.deadline = deadline
@@ -75,7 +76,7 @@ class PageLease:
     def checksums(self, index: int) -> tuple[int, ...]:
         """See `Lease.checksums`. As the page's header states them."""
         with self._header(index) as header:
-            return slice_sums_of(header, self._layout)
+            return self._sums.unpack_from(header, self._sums_at)
 
     def generation(self, index: int) -> int:
         """Generation of the frame under page `index`: it grows when the frame gets another page (R3)."""

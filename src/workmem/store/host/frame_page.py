@@ -11,7 +11,7 @@ from workmem.core.keys import BlockKey
 from workmem.core.layout import KVLayout
 from workmem.store.catalog import Space
 from workmem.store.contract import BlockId
-from workmem.store.tiers.page_header import generation_of, identity_of, slice_sums_of, unpack
+from workmem.store.tiers.page_header import generation_of, identity_of, slice_sums, unpack
 
 
 def is_page_of(header: memoryview, key: BlockKey, generation: int) -> bool:
@@ -21,7 +21,8 @@ def is_page_of(header: memoryview, key: BlockKey, generation: int) -> bool:
 
 def stated_checksums(header: memoryview, layout: KVLayout) -> tuple[int, ...]:
     """Checksums of the page's slices."""
-    return slice_sums_of(header, layout)
+    sums, start = slice_sums(layout)
+    return sums.unpack_from(header, start)
 
 
 def check_written(header: memoryview, space: Space, block: BlockId) -> str:

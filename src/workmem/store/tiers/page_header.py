@@ -129,9 +129,12 @@ def tokens_of(raw: memoryview, layout: KVLayout) -> tuple[int, ...]:
     return struct.unpack_from(f"<{layout.block_tokens}I", raw, _FIXED.size)
 
 
-def slice_sums_of(raw: memoryview, layout: KVLayout) -> tuple[int, ...]:
-    """Checksums of the slices that a header states. For headers in dram, which were checked on the way in."""
-    return struct.unpack_from(f"<{layout.slice_count}Q", raw, _FIXED.size + 4 * layout.block_tokens)
+def slice_sums(layout: KVLayout) -> tuple[struct.Struct, int]:
+    """How to read the checksums of the slices from a header, and where they begin.
+
+    To be made once a layout: a reader asks for them at every page.
+    """
+    return struct.Struct(f"<{layout.slice_count}Q"), _FIXED.size + 4 * layout.block_tokens
 
 
 def blank(raw: memoryview, generation: int) -> None:

@@ -139,7 +139,8 @@ def test_lives_and_deaths_leave_only_what_is_right(tmp_path, record_property):
         "after a purge": again,
         "fragmented share of the arena": lives.fragmented,
     }
-    record_property("soak", report)
+    # As text: a property travels between processes, and a Counter does not.
+    record_property("soak", json.dumps(report, default=str))
     print(json.dumps(report, indent=1))
     assert lives.count["killed"] > 0
     assert lives.count["ended"] > 0

@@ -21,8 +21,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from workmem.engines.embedded.kv_pages import KVPages
 
 if TYPE_CHECKING:
+    from workmem.core.layout import KVLayout
     from workmem.engines.embedded.loading import LoadGate
-    from workmem.engines.embedded.native import NativeKernel, RowPages
+    from workmem.engines.embedded.native import NativeKernel, PlaceInPage, RowPages
     from workmem.store.contract import Lease
 
 NAME = "workmem_paged"
@@ -164,36 +165,38 @@ def _decode(
 ) -> torch.Tensor:
     assert step.decode is not None
     assert step.kernel is not None
-    layout = step.pages.layout
     rows = query.transpose(0, 1).float().contiguous()
     out = step.kernel.attend(
         rows,
         step.decode.where,
         new=new,
-        k_offset=layer * layout.layer_bytes,
-        v_offset=layer * layout.layer_bytes + layout.layer_bytes // 2,
-        block_tokens=layout.block_tokens,
-        kv_heads=layout.kv_heads,
-        is_bf16=layout.dtype == "bf16",
         scale=scaling,
+        **_place_in_page(step.pages.layout, layer),
     )
     return out.to(query.dtype)
+
+
+def _place_in_page(layout: KVLayout, layer: int) -> PlaceInPage:
+    """Where the native kernel finds a layer's K and V in a page, and how they are stored."""
+    start = layer * layout.layer_bytes
+    return {
+        "k_offset": start,
+        "v_offset": start + layout.layer_bytes // 2,
+        "block_tokens": layout.block_tokens,
+        "kv_heads": layout.kv_heads,
+        "is_bf16": layout.dtype == "bf16",
+    }
 
 
 def _run(step: Step, piece: Piece, layer: int, query: torch.Tensor, scaling: float) -> torch.Tensor:
     assert step.kernel is not None
     assert piece.pages is not None
-    layout = step.pages.layout
     out = step.kernel.attend_run(
         query.transpose(0, 1).float().contiguous(),
         piece.pages,
         context=piece.context.tokens,
-        k_offset=layer * layout.layer_bytes,
-        v_offset=layer * layout.layer_bytes + layout.layer_bytes // 2,
-        block_tokens=layout.block_tokens,
-        kv_heads=layout.kv_heads,
-        is_bf16=layout.dtype == "bf16",
         scale=scaling,
+        **_place_in_page(step.pages.layout, layer),
     )
     return out.to(query.dtype)
 

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -27,6 +28,16 @@ RUN_QUERIES_MAX = 512
 _BUILD_SECONDS_MAX = 120
 _HUGE_BYTES = 2 << 20
 _MADV_HUGEPAGE = 14
+
+
+class PlaceInPage(TypedDict):
+    """Keywords of both kernels: byte offsets of a layer's K and V in a page, and how they are stored."""
+
+    k_offset: int
+    v_offset: int
+    block_tokens: int
+    kv_heads: int
+    is_bf16: bool
 
 
 class RowPages:

@@ -104,6 +104,48 @@ def test_saves_and_loads_under_way_do_not_survive_a_purge(kit):
     assert store.gauges()["store_dram_quarantined_bytes"] == 0
 
 
+def test_a_page_on_its_way_to_disk_does_not_outlive_a_purge(kit, monkeypatch):
+    store = kit.open(io="buffered")
+    write = store._tier.write
+
+    def purged_meanwhile(jobs):
+        extents = write(jobs)
+        store.purge(of("mine"))
+        return extents
+
+    monkeypatch.setattr(store._tier, "write", purged_meanwhile)
+    chain = Chain(tenant("mine"), 4)
+    chain.save(store)
+    assert store.flush(20)
+    secret = page_bytes(chain.keys[2], SMALL)[:64]
+    assert store.lookup(chain.root, chain.keys).blocks == 0
+    assert secret not in on_disk(kit)
+    assert secret not in bytes(store.arena.readable(0, store.arena.capacity_bytes))
+
+
+def test_a_page_that_is_being_moved_does_not_outlive_a_purge(kit, monkeypatch):
+    store = kit.open(io="buffered")
+    mine, other = Chain(tenant("mine"), 6, seed=1), Chain(tenant("other"), 6, seed=1)
+    for chain in (mine, other):
+        chain.save(store)
+    index, waiting = store._tier.index, [True]
+    move = index.move
+
+    def purged_meanwhile(page, new):
+        if waiting and waiting.pop():
+            store.purge(of("mine"))
+        move(page, new)
+
+    monkeypatch.setattr(index, "move", purged_meanwhile)
+    # The other tenant's purge moves what lies beside it.
+    store.purge(of("other"))
+    assert store.flush(20)
+    assert not waiting
+    for chain in (mine, other):
+        assert page_bytes(chain.keys[3], SMALL)[:64] not in on_disk(kit)
+    assert store.gauges()["store_ssd_pages"] == 0
+
+
 def test_purge_holds_after_a_kill(kit):
     script = f"""
     import os, signal

@@ -109,7 +109,7 @@ class Pool:
         with state.outbox:
             space.filling.discard(block.key)
             if space.is_purged:
-                state.frames.free(frame)
+                state.wipe(frame)
                 state.counts["saves_dropped"] += 1
                 return SaveState.DROPPED
             row = space.rows.get(block.key)
@@ -130,7 +130,7 @@ class Pool:
         """The page was not written and nobody writes to the frame any more: give it back (R5)."""
         with self.state.outbox:
             space.filling.discard(block.key)
-            self.state.frames.free(frame)
+            self.state.wipe(frame)
             self.state.counts["saves_dropped"] += 1
 
     def strand_save(self, space: Space, block: BlockId, frame: Frame) -> None:
@@ -143,7 +143,7 @@ class Pool:
     def free_stranded(self, frame: Frame) -> None:
         """The writer of a stranded frame is dead."""
         with self.state.outbox:
-            self.state.frames.free(frame)
+            self.state.wipe(frame)
 
     def requeue_writes(self) -> None:
         """Queue every block that only dram holds: the ssd tier is back."""

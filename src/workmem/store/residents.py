@@ -92,6 +92,12 @@ class Residents:
         with self.arena.writable(frame.offset, space.header_bytes) as header:
             blank(header, frame.generation)
 
+    def wipe(self, frame: Frame) -> None:
+        """Free a frame whose page may be of a purged namespace, or of nobody: nothing of it stays (R9)."""
+        with self.arena.writable(frame.offset, frame.size) as page:
+            page[:] = bytes(frame.size)
+        self.frames.free(frame)
+
     def _close_ranks(self, size: int) -> None:
         """Move pages of other sizes together once that empties room for a frame of `size`.
 
@@ -203,10 +209,7 @@ class Residents:
         if catalog.frame[row] is not None:
             frame = self._detach(row, FrameState.QUARANTINED)
             if frame.pins == 0:
-                if catalog.space[row].is_purged:
-                    with self.arena.writable(frame.offset, frame.size) as page:
-                        page[:] = bytes(frame.size)
-                self.frames.free(frame)
+                self.wipe(frame)
         if catalog.segment[row] != NO_SEGMENT:
             self.drop_extent(row)
         catalog.promotion.pop(row, None)
@@ -261,7 +264,7 @@ class Residents:
             if frame.pins:
                 continue
             if frame.state is FrameState.QUARANTINED:
-                self.frames.free(frame)
+                self.wipe(frame)
             elif frame.state is FrameState.RESIDENT:
                 row = frame.owner
                 if not is_unwritten[row] and row not in is_late:

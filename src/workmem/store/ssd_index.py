@@ -257,7 +257,7 @@ class SsdIndex:
                     extent.segment.page_count += sign
                     extent.segment.live_bytes += sign * extent.length
             else:
-                self._deletes.append(DeleteEntry(page.space.number, page.key))
+                self._strike_out(page.space, page.key, new.segment)
 
     # -- making room
 
@@ -363,7 +363,7 @@ class SsdIndex:
         if not catalog.is_same(row, job.stamp):
             # It left while it was written: what the journal now says of it must be struck out.
             with self._state.arena.readable(job.frame.offset, space.header_bytes) as header:
-                self._deletes.append(DeleteEntry(space.number, identity_of(header)[0]))
+                self._strike_out(space, identity_of(header)[0], extent.segment)
             return
         self._place(row, extent)
         self._state.counts["ssd_written_bytes"] += extent.length
@@ -402,10 +402,14 @@ class SsdIndex:
         self.page_count -= 1
         self.order.remove(row)
         space = catalog.space[row]
+        self._strike_out(space, catalog.key[row], segment)
+
+    def _strike_out(self, space: Space, key: bytes, segment: Segment) -> None:
+        """A page in `segment` is of no use any more; a purged one must leave the disk as well (R9)."""
         if space.is_purged:
             self._erasures.add(segment.number)
         else:
-            self._deletes.append(DeleteEntry(space.number, catalog.key[row]))
+            self._deletes.append(DeleteEntry(space.number, key))
 
 
 def put_entry(space: Space, key: bytes, parent: bytes, depth: int, extent: Extent) -> PutEntry:

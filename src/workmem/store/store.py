@@ -151,8 +151,10 @@ class Store:
     def purge(self, chosen: Callable[[Namespace], bool]) -> int:
         """Take out every namespace that `chosen` accepts: a tenant, a model, an epoch. Returns the blocks.
 
-        From the first moment none of its blocks is a hit (R9). On return the frames are zeroed; the bytes
-        on ssd are gone once `flush` has returned True. A namespace may be used again at once, empty.
+        From the first moment none of its blocks is a hit (R9). On return the frames that nobody holds are zeroed,
+        the others when they are given back; the bytes on ssd are gone once `flush` has returned True. What had
+        left a tier before, to make room, lies in free frames until they are used and in segments until they
+        are compacted (`workmem store gc` does it at once). A namespace may be used again at once, empty.
         """
         spaces = self._pool.purge(chosen)
         count = 0

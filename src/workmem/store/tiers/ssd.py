@@ -204,6 +204,8 @@ class SsdTier:
                 self._seal(left[-1])
                 if left[-1].page_count:
                     self._compact(left[-1])
+                else:
+                    self._remove(left[-1])
                 left.pop()
         except OSError:
             self.index.return_erasures(left)

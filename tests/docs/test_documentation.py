@@ -99,7 +99,8 @@ def test_make_targets_exist(page):
         re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     )
     code = [*re.findall(r"`make ([a-z-]+)", page.read_text(encoding="utf-8"))]
-    code += re.findall(r"^\$? ?make ([a-z-]+)", page.read_text(encoding="utf-8"), re.MULTILINE)
+    blocks = "\n".join(re.findall(r"^```.*?^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL))
+    code += re.findall(r"^\$? ?make ([a-z-]+)", blocks, re.MULTILINE)
     assert set(code) <= targets
 
 

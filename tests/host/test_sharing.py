@@ -12,6 +12,7 @@ from workmem.core.errors import CapacityError, InvariantError, LeaseError, Trans
 from workmem.core.events import BoundReached
 from workmem.core.outcomes import MissReason, TierName
 from workmem.store.contract import PageWrite, SaveState
+from workmem.store.host import messages
 from workmem.store.host.client import HostStore
 from workmem.store.host.session import HostLimits
 from workmem.store.saver import fill
@@ -295,6 +296,22 @@ def test_limits_are_events_and_never_raise_into_a_client(host):
     with pytest.raises(TransferError, match="connections"):
         HostStore(host.socket)
     assert "store.host.connections" in host.bounds()
+
+
+def test_a_refusal_is_heard_when_the_server_hangs_up_before_the_hello(host, monkeypatch):
+    host.serve(connections=1)
+    host.client()
+    greet = messages.pack_hello
+
+    def late(pid):
+        # A server that has refused has hung up: its end of the connection is gone when the hello is sent.
+        wait_until(lambda: "store.host.connections" in host.bounds())
+        time.sleep(0.2)
+        return greet(pid)
+
+    monkeypatch.setattr(messages, "pack_hello", late)
+    with pytest.raises(TransferError, match="connections"):
+        HostStore(host.socket)
 
 
 def test_leases_and_reservations_of_one_client_are_bounded(host):

@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -140,7 +141,13 @@ class Link:
         return reply
 
     def _greet(self, *, writes: bool, call_s: float) -> messages.Welcome:
-        self._channel.send(Kind.HELLO, 0, messages.pack_hello(os.getpid()))
+        try:
+            self._channel.send(Kind.HELLO, 0, messages.pack_hello(os.getpid()))
+        except Disconnected:
+            # A server with no room says so and hangs up without waiting for a hello: hear why.
+            with suppress(Disconnected, Malformed):
+                self._take_welcome(())
+            raise
         fds = self._channel.receive_fds(2)
         try:
             welcome = self._take_welcome(fds)

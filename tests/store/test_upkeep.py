@@ -7,7 +7,7 @@ import time
 from workmem.core.events import BlockQuarantined, BoundReached, TierStateChanged
 from workmem.core.outcomes import MissReason, TierName
 from workmem.store import scrubber
-from workmem.store.tiers import ssd
+from workmem.store.tiers import room as tier_room
 from workmem.store.tiers.free_space import FreeSpace
 from workmem.testing.pages import Chain, namespace, read_all
 
@@ -48,7 +48,7 @@ def test_the_tier_gives_way_when_others_fill_the_disk(kit, monkeypatch):
     def free_space(folder):
         return FreeSpace(1 << 40, room[0] - sum(file.stat().st_size for file in folder.iterdir()))
 
-    monkeypatch.setattr(ssd, "read_free_space", free_space)
+    monkeypatch.setattr(tier_room, "read_free_space", free_space)
     store = kit.open(ssd="16MiB", keep_free="1MiB")
     for seed in range(1, 9):
         Chain(namespace(), 64, seed=seed).save(store)
@@ -71,7 +71,7 @@ def test_the_tier_gives_way_when_others_fill_the_disk(kit, monkeypatch):
 
 
 def test_a_disk_that_others_have_filled_trips_the_tier_and_dram_serves(kit, monkeypatch):
-    monkeypatch.setattr(ssd, "read_free_space", lambda _: FreeSpace(1 << 40, 0))
+    monkeypatch.setattr(tier_room, "read_free_space", lambda _: FreeSpace(1 << 40, 0))
     store = kit.open(keep_free="1MiB", retry_s=60)
     chain = Chain(namespace(), 8)
     for seed in range(4):

@@ -15,8 +15,8 @@ from workmem.store.breaker import Breaker
 from workmem.store.catalog import Promotion
 from workmem.store.pool import Pool
 from workmem.store.ssd_index import SsdIndex
+from workmem.store.tiers.page_check import verify
 from workmem.store.tiers.page_header import set_generation
-from workmem.store.tiers.ssd import verify
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from workmem.core.outcomes import MissReason
 from workmem.store.pool import Pool
 from workmem.store.ssd_index import SsdIndex, StoredPage
-from workmem.store.tiers.ssd import verify
+from workmem.store.tiers.page_check import verify
 
 
 class SsdScrubSource:

@@ -161,7 +161,7 @@ class Store:
         for space in spaces:
             count += len(space.rows)
             if self._tier is not None:
-                self._tier.index.drop_space(space)
+                self._tier.index.strikes.drop_space(space)
             self._pool.sweep(space)
         return count
 
@@ -190,7 +190,7 @@ class Store:
         pool = self._pool.state
         if pool.unwritten or pool.writes_in_flight:
             return False
-        return self._tier is None or self._breaker.writes_open or self._tier.index.is_settled
+        return self._tier is None or self._breaker.writes_open or self._tier.index.strikes.is_settled
 
     def gauges(self) -> dict[str, float]:
         """See `KVStore.gauges`."""

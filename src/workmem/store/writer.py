@@ -7,7 +7,7 @@ import threading
 
 from workmem.store.breaker import Breaker
 from workmem.store.pool import Pool
-from workmem.store.ssd_index import WriteJob
+from workmem.store.ssd_writes import WriteJob
 from workmem.store.tiers.ssd import SsdTier
 
 log = logging.getLogger(__name__)
@@ -48,8 +48,12 @@ class WriterThread:
             while not self._stopping:
                 if not self._breaker.may_write():
                     # Nothing is waited for while the tier is left alone.
-                    self._tier.index.give_up_writes()
-                elif self._breaker.writes_open or self._pool.state.unwritten or self._tier.index.has_deletes:
+                    self._tier.writes.give_up_writes()
+                elif (
+                    self._breaker.writes_open
+                    or self._pool.state.unwritten
+                    or self._tier.index.strikes.has_deletes
+                ):
                     return True
                 outbox.changed.wait(_TICK_S)
         return False
@@ -58,7 +62,7 @@ class WriterThread:
         if self._breaker.writes_open:
             # The pause is over: what only dram holds is what there is to try with.
             self._pool.requeue_writes()
-        jobs = self._tier.index.take_writes(self._tier.batch_bytes)
+        jobs = self._tier.writes.take_writes(self._tier.batch_bytes)
         self._work(jobs)
 
     def _work(self, jobs: list[WriteJob]) -> None:
@@ -67,7 +71,7 @@ class WriterThread:
             if jobs:
                 extents = self._tier.write(jobs)
                 unsettled = []
-                self._tier.index.settle(jobs, extents)
+                self._tier.writes.settle(jobs, extents)
             elif self._breaker.writes_open:
                 self._tier.probe()
             self._tier.tend()
@@ -85,6 +89,6 @@ class WriterThread:
         self._pool.count("ssd_writes_failed", len(jobs))
         if self._breaker.writes_open:
             self._pool.state.wants_writes = False
-            self._tier.index.settle(jobs, None)
+            self._tier.writes.settle(jobs, None)
         else:
-            self._tier.index.retry(jobs)
+            self._tier.writes.retry(jobs)

@@ -1,0 +1,99 @@
+"""What is to leave the ssd tier's files: records to strike out of the journal, and segments to erase.
+
+Part of the pool's state, as the index is: every method takes the pool's lock (R1) but those that say otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from workmem.store.catalog import Space
+from workmem.store.outbox import Outbox
+from workmem.store.tiers.journal import DeleteEntry, DropEntry, Entry
+from workmem.store.tiers.segments import Segment
+
+
+class Strikes:
+    """Strikes and erasures that are due, and those that the writer has under way."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
+        self._deletes: list[Entry] = []
+        self._is_striking = False
+        """Strikes have been taken that are not durable yet."""
+        self._erasures: set[int] = set()
+        """Numbers of segments that hold pages of a purged namespace."""
+        self._is_erasing = False
+
+    def strike_out(self, space: Space, key: bytes, segment: Segment) -> None:
+        """A page in `segment` is of no use any more; a purged one must leave the disk as well (R9).
+
+        The lock is held by the caller.
+        """
+        if space.is_purged:
+            self._erasures.add(segment.number)
+        else:
+            self._deletes.append(DeleteEntry(space.number, key))
+
+    def drop_space(self, space: Space) -> None:
+        """A purged namespace leaves the journal in one word."""
+        with self._outbox:
+            self._deletes.append(DropEntry(space.number))
+            self._outbox.changed.notify_all()
+
+    def take_all(self) -> None:
+        """A snapshot was taken: strikes of pages that are not in it have nothing left to strike out.
+
+        The lock is held by the caller.
+        """
+        self._is_striking = self._is_striking or bool(self._deletes)
+        self._deletes.clear()
+
+    def take_deletes(self) -> list[Entry]:
+        """Records to strike out of the journal, before anything newer is put in."""
+        with self._outbox:
+            deletes, self._deletes = self._deletes, []
+            self._is_striking = self._is_striking or bool(deletes)
+            return deletes
+
+    def return_deletes(self, deletes: list[Entry]) -> None:
+        """They could not be journaled; try again with the next batch."""
+        with self._outbox:
+            self._deletes[:0] = deletes
+            self._is_striking = False
+
+    def strikes_are_durable(self) -> None:
+        """What `take_deletes` or a snapshot took is journaled: whoever waits in `flush` may go on."""
+        with self._outbox:
+            self._is_striking = False
+            self._outbox.changed.notify_all()
+
+    @property
+    def is_settled(self) -> bool:
+        """Nothing is to be struck out or erased, nor under way."""
+        return not (self._deletes or self._erasures or self._is_striking or self._is_erasing)
+
+    @property
+    def has_deletes(self) -> bool:
+        """Something waits to be struck out, or erased."""
+        # Between two steps of the writer, strikes under way are such that failed with a rewrite.
+        return bool(self._deletes or self._erasures or self._is_striking)
+
+    def take_erasures(self) -> list[int]:
+        """Numbers of segments that hold pages of a purged namespace: what else is in them is to move, and they are to go."""
+        with self._outbox:
+            numbers, self._erasures = self._erasures, set()
+            self._is_erasing = bool(numbers)
+            return sorted(numbers)
+
+    def erasures_are_done(self) -> None:
+        """What `take_erasures` took is gone."""
+        with self._outbox:
+            self._is_erasing = False
+            self._outbox.changed.notify_all()
+
+    def return_erasures(self, segments: Sequence[Segment]) -> None:
+        """They could not be erased; try again later."""
+        with self._outbox:
+            self._erasures.update(segment.number for segment in segments)
+            self._is_erasing = False

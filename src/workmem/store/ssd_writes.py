@@ -1,0 +1,113 @@
+"""Which pages wait to be written to the ssd tier, and what becomes of them (R2).
+
+Every method takes the pool's lock itself (R1), but those that say otherwise; none does I/O on the pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from workmem.store.catalog import Space
+from workmem.store.frames import Frame
+from workmem.store.residents import Residents
+from workmem.store.ssd_index import SsdIndex
+from workmem.store.tiers.entries import put_entry
+from workmem.store.tiers.journal import Entry
+from workmem.store.tiers.page_header import identity_of
+from workmem.store.tiers.segments import Extent
+
+
+class WriteJob(msgspec.Struct, frozen=True, eq=False):
+    """A page to make durable; its frame is pinned until `settle`."""
+
+    row: int
+    stamp: int
+    space: Space
+    frame: Frame
+
+    @property
+    def length(self) -> int:
+        """Bytes on disk."""
+        return self.frame.size
+
+
+class WriteQueue:
+    """The writer thread's side of the pool: it takes pages, and says how they fared."""
+
+    def __init__(self, state: Residents, index: SsdIndex, extent_bytes_max: int) -> None:
+        self._state = state
+        self._catalog = state.catalog
+        self._index = index
+        self.extent_bytes_max = extent_bytes_max
+        """A page that takes more can never be kept; it stays in dram only."""
+
+    def take_writes(self, bytes_max: int) -> list[WriteJob]:
+        """The next unwritten pages, pinned; at least one if there is any."""
+        jobs: list[WriteJob] = []
+        total = 0
+        state, catalog = self._state, self._catalog
+        with state.outbox:
+            queue = state.unwritten
+            while queue:
+                row, stamp = queue[0]
+                frame = catalog.frame[row]
+                if not state.owes_write(row, stamp) or frame is None:
+                    queue.popleft()
+                    continue
+                if frame.size > self.extent_bytes_max:
+                    queue.popleft()
+                    state.counts["writes_given_up"] += 1
+                    state.write_ended(row, stamp)
+                    continue
+                if jobs and total + frame.size > bytes_max:
+                    break
+                queue.popleft()
+                frame.pins += 1
+                jobs.append(WriteJob(row, stamp, catalog.space[row], frame))
+                total += frame.size
+            state.writes_in_flight += len(jobs)
+            state.outbox.changed.notify_all()
+        return jobs
+
+    def settle(self, jobs: list[WriteJob], extents: list[Extent] | None) -> None:
+        """`jobs` are durable at `extents`, or given up (None): unpin them and make them visible (R2)."""
+        state = self._state
+        with state.outbox:
+            for position, job in enumerate(jobs):
+                if extents is not None:
+                    self._index.admit(job.row, job.stamp, job.space, self._identity(job), extents[position])
+            state.writes_in_flight -= len(jobs)
+            for job in jobs:
+                state.write_ended(job.row, job.stamp)
+            state.unpin([job.frame for job in jobs])
+
+    def retry(self, jobs: list[WriteJob]) -> None:
+        """They failed and are tried once more, first."""
+        with self._state.outbox:
+            for job in reversed(jobs):
+                self._state.unwritten.appendleft((job.row, job.stamp))
+            self._state.writes_in_flight -= len(jobs)
+            self._state.unpin([job.frame for job in jobs])
+
+    def give_up_writes(self) -> None:
+        """The tier does not take pages now: nothing waits for it. The lock is held by the caller."""
+        for row, stamp in self._state.unwritten:
+            if self._state.owes_write(row, stamp):
+                self._state.write_ended(row, stamp)
+        self._state.unwritten.clear()
+
+    def put_entries(self, jobs: Sequence[WriteJob], extents: Sequence[Extent]) -> list[Entry]:
+        """The journal's word for pages that are written but not yet visible; their frames are pinned.
+
+        The header is asked, not the row, which may have been given out anew meanwhile.
+        """
+        entries: list[Entry] = []
+        for job, extent in zip(jobs, extents, strict=True):
+            entries.append(put_entry(job.space, *self._identity(job), extent))
+        return entries
+
+    def _identity(self, job: WriteJob) -> tuple[bytes, bytes, int]:
+        with self._state.arena.readable(job.frame.offset, job.space.header_bytes) as header:
+            return identity_of(header)

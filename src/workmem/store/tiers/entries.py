@@ -1,0 +1,68 @@
+"""What the ssd tier says in its journal about namespaces and places."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from workmem.store.arena import ALIGNMENT_BYTES
+from workmem.store.catalog import NO_SEGMENT, Catalog, Space
+from workmem.store.tiers.journal import PUTS, REWRITE_RECORDS, NamespaceEntry, PutEntry
+from workmem.store.tiers.segments import SEGMENT_HEADER_BYTES, Extent
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from workmem.store.tiers.journal import Record
+
+
+def put_entry(space: Space, key: bytes, parent: bytes, depth: int, extent: Extent) -> PutEntry:
+    """The journal's word for a page at a place."""
+    assert extent.offset >= SEGMENT_HEADER_BYTES
+    assert extent.offset % ALIGNMENT_BYTES == 0
+    return PutEntry(
+        space.number,
+        key,
+        parent,
+        depth,
+        extent.segment.number,
+        extent.offset,
+        extent.length,
+        extent.header_sum,
+    )
+
+
+def namespace_entry(space: Space) -> NamespaceEntry:
+    """The journal's word for a namespace."""
+    return NamespaceEntry(space.number, space.root, msgspec.json.encode(space.namespace))
+
+
+def snapshot(catalog: Catalog, spaces: Sequence[Space]) -> list[Record]:
+    """Everything a fresh journal must say. The lock is held by the caller."""
+    entries: list[Record] = [namespace_entry(space) for space in spaces]
+    for space in spaces:
+        puts = _puts_of(catalog, space)
+        entries += [puts[at : at + REWRITE_RECORDS] for at in range(0, len(puts), REWRITE_RECORDS)]
+    return entries
+
+
+def _puts_of(catalog: Catalog, space: Space) -> NDArray[np.void]:
+    segment = catalog.segment
+    rows = [row for row in space.rows.values() if segment[row] != NO_SEGMENT]
+    puts = np.zeros(len(rows), PUTS)
+    puts["kind"] = 2
+    puts["number"] = space.number
+    puts["key"] = np.frombuffer(b"".join(map(catalog.key.__getitem__, rows)), "V32")
+    puts["parent"] = np.frombuffer(b"".join(map(catalog.parent.__getitem__, rows)), "V32")
+    for name, column in (
+        ("depth", catalog.depth),
+        ("segment", segment),
+        ("offset", catalog.offset),
+        ("length", catalog.length),
+        ("header_sum", catalog.header_sum),
+    ):
+        puts[name] = np.frombuffer(column, dtype=f"u{column.itemsize}")[rows]
+    return puts

@@ -1,0 +1,124 @@
+"""The room that the ssd tier takes: it stays under its capacity, and gives way where others fill the disk.
+
+Segments without live pages go first; then the emptiest is compacted, then blocks are evicted.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from workmem.core.events import BoundReached, EventSink
+from workmem.store.pool import Pool
+from workmem.store.ssd_index import SsdIndex, StoredPage
+from workmem.store.tiers.entries import put_entry
+from workmem.store.tiers.folder import StoreFolder
+from workmem.store.tiers.free_space import KeepFree, read_free_space, usable_bytes
+from workmem.store.tiers.page_check import read_page
+from workmem.store.tiers.segment_files import SegmentFiles
+from workmem.store.tiers.segments import Extent, Segment
+
+if TYPE_CHECKING:
+    from workmem.store.tiers.journal import Record
+
+
+class Room:
+    """Owned by the writer thread. `append` journals records and the strikes that are due."""
+
+    def __init__(
+        self,
+        folder: StoreFolder,
+        pool: Pool,
+        index: SsdIndex,
+        files: SegmentFiles,
+        sink: EventSink,
+        capacity_bytes: int,
+        keep_free: KeepFree,
+        append: Callable[[Sequence[Record]], None],
+    ) -> None:
+        self._folder = folder
+        self._pool = pool
+        self._index = index
+        self._files = files
+        self._sink = sink
+        self.capacity_bytes = capacity_bytes
+        self._keep_free = keep_free
+        self._append = append
+        self._is_tight = False
+
+    def make(self, need: int) -> None:
+        """Raises OSError where others have filled the disk and there is nothing left to give up."""
+        usable = self._usable_bytes()
+        # One segment is kept back: compaction writes before it frees.
+        budget = usable - self._files.segment_bytes
+        while self._index.file_bytes + need > budget:
+            victim = self._emptiest()
+            if victim is None:
+                if self._files.active is None:
+                    break
+                self._files.seal(self._files.active)
+            elif not victim.page_count:
+                self._append([])
+                self._files.remove(victim)
+            elif victim.live_bytes * 2 <= victim.size:
+                self.compact(victim)
+            elif not self._index.evict(max(need, self._files.segment_bytes // 4)):
+                break
+        if usable < self.capacity_bytes and self._index.file_bytes + need > usable:
+            raise OSError(errno.ENOSPC, f"{need} bytes would take what store.ssd.keep_free leaves to others")
+
+    def _usable_bytes(self) -> int:
+        """What of its capacity the tier may fill now: others live on the disk too."""
+        try:
+            space = read_free_space(self._folder.segments)
+        except OSError:
+            return self.capacity_bytes
+        usable = usable_bytes(self.capacity_bytes, self._index.file_bytes, space, self._keep_free)
+        if (usable < self.capacity_bytes) != self._is_tight:
+            self._is_tight = not self._is_tight
+            if self._is_tight:
+                detail = f"{space.free_bytes} bytes are free on the disk: the tier gives way"
+                self._sink(BoundReached(name="store.ssd.keep_free", limit=usable, detail=detail))
+        return usable
+
+    def _emptiest(self) -> Segment | None:
+        sealed = [segment for segment in self._index.segments.values() if segment.is_sealed]
+        return min(sealed, key=lambda segment: segment.live_bytes / segment.size, default=None)
+
+    def compact(self, victim: Segment) -> None:
+        """Write a segment's live pages again and remove it: at most one byte moved for each one freed."""
+        moves: list[tuple[StoredPage, Extent]] = []
+        touched: dict[int, Segment] = {}
+        try:
+            for page in self._index.pages_of(victim):
+                new = self._rewrite_page(page)
+                if new is not None:
+                    touched[new.segment.number] = new.segment
+                    moves.append((page, new))
+            for segment in touched.values():
+                segment.file.sync()
+        except OSError:
+            self._files.doubt(touched)
+            raise
+        self._append([put_entry(page.space, page.key, page.parent, page.depth, new) for page, new in moves])
+        for page, new in moves:
+            self._index.move(page, new)
+            self._pool.count("ssd_moved_bytes", new.length)
+        self._append([])
+        self._files.remove(victim)
+
+    def _rewrite_page(self, page: StoredPage) -> Extent | None:
+        """A page's new place, or None when the old one does not hold it any more. Raises OSError on writes."""
+        old = page.extent
+        with mmap.mmap(-1, old.length) as scratch, memoryview(scratch) as view:
+            reason = read_page(page, view)
+            if reason is not None:
+                self._pool.quarantine_extent(page.row, page.stamp, old, reason)
+                return None
+            segment = self._files.with_room(old.length)
+            segment.file.writev([view], segment.size)
+            new = Extent(segment, segment.size, old.length, old.header_sum)
+            segment.size += old.length
+            return new

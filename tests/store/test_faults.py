@@ -315,3 +315,33 @@ def test_a_folder_that_is_removed_trips_the_tier_for_good(kit):
     assert store.gauges()["store_ssd_error"] == 1.0
     assert read_all(store, more.root, more.keys) == 3
     store.audit()
+
+
+@pytest.mark.parametrize("how", ["registered", "purged"])
+def test_a_namespace_opened_while_the_journal_is_rewritten_outlives_a_restart(kit, monkeypatch, how):
+    """A rewrite says what was there when it looked; the journal must hear of what came after."""
+    store = kit.open()
+    before, after = Chain(namespace("before"), 3), Chain(namespace("after"), 3)
+    (before if how == "registered" else after).save(store)
+    index, wanted = store._tier.index, [True]
+    snapshot = index.snapshot
+
+    def meanwhile():
+        records = snapshot()
+        if wanted and wanted.pop():
+            if how == "registered":
+                store.register(after.space)
+            else:
+                store.purge(lambda space: space == after.space)
+        return records
+
+    monkeypatch.setattr(index, "snapshot", meanwhile)
+    store._tier._journal.is_broken = True
+    before.save(store)
+    Chain(before.space, 1, seed=9).save(store)
+    assert not wanted, "no rewrite took place"
+    assert after.save(store) == [SaveState.STORED] * 3
+    store.close()
+    again = kit.open()
+    again.register(after.space)
+    assert read_all(again, after.root, after.keys) == 3

@@ -132,9 +132,11 @@ class SsdTier:
             log.warning("the journal could not be rewritten yet: %s", error)
 
     def _announce_all(self) -> None:
-        self._journal.rewrite(self.index.snapshot())
+        records = self.index.snapshot()
+        self._journal.rewrite(records)
         self.index.strikes.strikes_are_durable()
-        self._announced = {space.number for space in self._pool.state.spaces.values()}
+        # As written: one that was opened meanwhile, for a caller or by a purge, the journal does not know yet.
+        self._announced = {entry.number for entry in records if isinstance(entry, NamespaceEntry)}
 
     # -- writing
 

@@ -51,14 +51,14 @@ class Bench:
         self.events = events
         self.logits: dict[tuple[str, int], torch.Tensor] = {}
         self._count = 0
-        inner = engine._output.advance
+        inner = engine.thread.output.advance
 
         def advance(seqs: list[Sequence], logits: torch.Tensor) -> list[Sequence]:
             for row, seq in enumerate(seqs):
                 self.logits[(seq.id, len(seq.tokens))] = logits[row].clone()
             return inner(seqs, logits)
 
-        engine._output.advance = advance
+        engine.thread.output.advance = advance
 
     def stream(self, tokens: list[int], max_tokens: int = 8, **options: Any) -> AsyncIterator[Delta]:
         self._count += 1
@@ -87,12 +87,12 @@ class Bench:
         """Wait until the engine holds nothing: a leak would time out here."""
         for _ in range(400):
             if self.store is None or self.store.flush(0.01):
-                pool = self.engine._pool
+                pool = self.engine.thread.pool
                 if pool.idle_count == pool.block_count:
                     return
             await asyncio.sleep(0.01)
         raise AssertionError(
-            f"vram blocks still held: {self.engine._pool.block_count - self.engine._pool.idle_count}"
+            f"vram blocks still held: {self.engine.thread.pool.block_count - self.engine.thread.pool.idle_count}"
         )
 
 

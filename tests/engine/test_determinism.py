@@ -98,7 +98,7 @@ def test_a_context_larger_than_the_pool_has_the_same_bits(model: Path, bench: Ma
     async def run() -> None:
         await large.ask(tokens, OUTPUT, id="x")
         await small.ask(tokens, OUTPUT, id="x")
-        assert small.engine._pool.block_count * 16 < len(tokens) + OUTPUT
+        assert small.engine.thread.pool.block_count * 16 < len(tokens) + OUTPUT
         for got, want in zip(rows(small, "x", len(tokens)), rows(large, "x", len(tokens)), strict=True):
             assert torch.equal(got, want)
 

@@ -140,7 +140,7 @@ def test_reuse_off_computes_all_and_leaves_nothing(bench: Make) -> None:
 def test_a_context_larger_than_the_pool_is_served_from_dram(bench: Make) -> None:
     small = bench(vram_bytes="200KiB", batch_tokens=32, dtype="fp32")
     large = bench(dtype="fp32")
-    pool_tokens = small.engine._pool.block_count * 16
+    pool_tokens = small.engine.thread.pool.block_count * 16
     tokens = prompt(350)
     assert pool_tokens < len(tokens)
 
@@ -167,7 +167,7 @@ def test_a_context_whose_pages_in_dram_are_taken_back_ends_with_an_error_not_wit
         expected = await small.ask(tokens, 40)
         await small.idle()
         asked = asyncio.create_task(small.ask(tokens, 40))
-        while not any(seq.spilled for seq in list(small.engine._scheduler.running)):  # noqa: ASYNC110
+        while not any(seq.spilled for seq in list(small.engine.thread.scheduler.running)):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         assert small.store is not None
         small.store.pool.leases.end_leases()
@@ -246,7 +246,7 @@ def test_a_full_queue_refuses_with_a_time_to_retry(bench: Make) -> None:
         tasks = [asyncio.create_task(world.ask(prompt(20, seed), 200)) for seed in range(3)]
         for _ in range(100):
             await asyncio.sleep(0.01)
-            if len(world.engine._scheduler.waiting) == 2:
+            if len(world.engine.thread.scheduler.waiting) == 2:
                 break
         with pytest.raises(QueueFull) as refusal:
             await world.ask(prompt(20, 9), 4)
@@ -263,7 +263,7 @@ def test_priority_overtakes_and_the_victim_answers_the_same(bench: Make) -> None
     async def run() -> None:
         expected = await alone.ask(prompt(60), 100)
         low = asyncio.create_task(world.ask(prompt(60), 100, priority=5))
-        while not world.engine._scheduler.running:  # noqa: ASYNC110 - the engine runs on its own thread
+        while not world.engine.thread.scheduler.running:  # noqa: ASYNC110 - the engine runs on its own thread
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.05)
         high = await world.ask(prompt(60, 1), 60, priority=0)
@@ -295,7 +295,7 @@ def test_bad_requests_are_refused_with_what_to_do(
 
 def test_a_failed_step_fails_its_requests_and_the_engine_goes_on(bench: Make) -> None:
     world = bench()
-    inner, calls = world.engine._runner.run, [0]
+    inner, calls = world.engine.thread.runner.run, [0]
 
     def run_once_broken(work: list[object]) -> torch.Tensor:
         calls[0] += 1
@@ -303,7 +303,7 @@ def test_a_failed_step_fails_its_requests_and_the_engine_goes_on(bench: Make) ->
             raise RuntimeError("device fell off")
         return inner(work)
 
-    world.engine._runner.run = run_once_broken
+    world.engine.thread.runner.run = run_once_broken
 
     async def run() -> None:
         with pytest.raises(EngineError, match="device fell off"):
@@ -323,7 +323,7 @@ def test_our_own_bug_switches_the_cache_off_and_serving_goes_on(bench: Make) -> 
         def broken(*_: object) -> bool:
             raise InvariantError("ledger is off by one")
 
-        world.engine._pool.name = broken
+        world.engine.thread.pool.name = broken
         with pytest.raises(EngineError, match="switched off"):
             await world.ask(prompt(60, 1))
         assert world.engine.gauges()["reuse_disabled"] == 1
@@ -396,13 +396,13 @@ def test_a_loader_that_fails_costs_time_and_nothing_else(bench: Make) -> None:
         expected = await world.ask(prompt(100))
         await world.idle()
         await world.engine.drop_vram()
-        inner = world.engine._pages.copy_in
+        inner = world.engine.thread.pages.copy_in
 
         def broken(*_: object) -> object:
-            world.engine._pages.copy_in = inner
+            world.engine.thread.pages.copy_in = inner
             raise RuntimeError("copy engine fell off")
 
-        world.engine._pages.copy_in = broken
+        world.engine.thread.pages.copy_in = broken
         got = await world.ask(prompt(100))
         assert got.tokens == expected.tokens
         assert got.sources() == {"computed": 100}
@@ -451,7 +451,7 @@ def test_requests_whose_schema_is_being_compiled_count_as_waiting(bench: Make) -
         async def watch() -> None:
             nonlocal peak
             while True:
-                peak = max(peak, len(world.engine._scheduler.waiting))
+                peak = max(peak, len(world.engine.thread.scheduler.waiting))
                 await asyncio.sleep(0.001)
 
         watcher = asyncio.create_task(watch())

@@ -52,7 +52,7 @@ def test_layer_i_is_computed_while_layer_i_plus_1_arrives(
         expected = await world.ask(TOKENS)
         await world.idle()
         await world.engine.drop_vram()
-        inner_copy = world.engine._pages.copy_in
+        inner_copy = world.engine.thread.pages.copy_in
         seen: set[int] = set()
 
         def copy_in(block: int, span: tuple[int, int], source: np.ndarray) -> np.ndarray:
@@ -62,15 +62,15 @@ def test_layer_i_is_computed_while_layer_i_plus_1_arrives(
                     assert attended.acquire(timeout=30), "attention waits for more than its own layer"
             return inner_copy(block, span, source)
 
-        monkeypatch.setattr(world.engine._pages, "copy_in", copy_in)
-        inner_write = world.engine._pages.write
+        monkeypatch.setattr(world.engine.thread.pages, "copy_in", copy_in)
+        inner_write = world.engine.thread.pages.write
 
         def write(layer: int, *rest: object) -> None:
             inner_write(layer, *rest)
             if (layer + 1) % layout.layers_per_slice == 0:
                 attended.release()
 
-        monkeypatch.setattr(world.engine._pages, "write", write)
+        monkeypatch.setattr(world.engine.thread.pages, "write", write)
         got = await world.ask(TOKENS)
         assert got.tokens == expected.tokens
         assert got.sources()["dram"] == 96
@@ -149,7 +149,7 @@ def test_saving_never_delays_a_token(bench: Make) -> None:
         answer = await world.ask(TOKENS, 40)
         assert len(answer.tokens) == 40
         assert len(store.queued) == (100 + 39) // 16
-        pool = world.engine._pool
+        pool = world.engine.thread.pool
         for _ in range(200):  # the last delta leaves a moment before the sequence does
             if pool.block_count - pool.idle_count == len(store.queued):
                 break
@@ -197,7 +197,7 @@ def test_a_rebuilt_ledger_takes_its_pending_saves_with_it(bench: Make) -> None:
         def broken(*_: object) -> bool:
             raise InvariantError("ledger is off by one")
 
-        world.engine._pool.name = broken
+        world.engine.thread.pool.name = broken
         with pytest.raises(EngineError, match="switched off"):
             await world.ask([9] * 40, 4)
         for page in waiting:

@@ -17,7 +17,7 @@ PURE_PACKAGES = ("core", "prompt", "index", "policy")
 CLOCK = "core/clock.py"
 BROAD_EXCEPTS = {
     "cli/main.py": 1,
-    "engines/embedded/engine.py": 1,
+    "engines/embedded/engine_thread.py": 1,
     "engines/embedded/loading.py": 1,
     "engines/embedded/output.py": 1,
     "gateway/exchange.py": 1,

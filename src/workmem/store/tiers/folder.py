@@ -12,6 +12,7 @@ import msgspec
 
 from workmem.core.errors import ConfigError
 from workmem.store.device import sync_folder
+from workmem.store.tiers.segments import segment_numbers
 
 FORMAT_VERSION = 2
 
@@ -53,7 +54,7 @@ class StoreFolder:
 
     def segment_numbers(self) -> list[int]:
         """Numbers of the segment files that exist, ascending."""
-        return sorted(int(file.stem) for file in self.segments.glob("*.seg") if file.stem.isdigit())
+        return segment_numbers(self.segments)
 
     def is_ours(self) -> bool:
         """Whether the path still leads to the folder that is locked: somebody may have removed it."""

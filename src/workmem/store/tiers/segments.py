@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 SEGMENT_BYTES_MAX = 64 * 2**20
 SEGMENT_HEADER_BYTES = ALIGNMENT_BYTES
+_NAME = re.compile(r"([0-9]{10})\.seg")
+_NUMBER_MAX = 2**31
+"""A file of a higher number is not ours: counting on from it, the 32 bits of the journal would run out."""
 _MAGIC = b"WMSEGMT\x01"
 _HEADER = struct.Struct("<8sQ16sQ")
 """magic, number, store id, checksum of the fields before it."""
@@ -74,6 +78,12 @@ class Segment:
 def segment_path(folder: Path, number: int) -> Path:
     """File of segment `number`."""
     return folder / f"{number:010d}.seg"
+
+
+def segment_numbers(folder: Path) -> list[int]:
+    """Numbers of the segment files in `folder`, ascending. Files of any other name are left alone."""
+    names = [_NAME.fullmatch(file.name) for file in folder.glob("*.seg")]
+    return sorted(number for name in names if name and (number := int(name[1])) <= _NUMBER_MAX)
 
 
 def segment_header(number: int, store_id: bytes) -> bytes:

@@ -26,7 +26,12 @@ from workmem.store.tiers.journal import (
     NamespaceEntry,
     PutEntry,
 )
-from workmem.store.tiers.segments import SEGMENT_HEADER_BYTES, check_segment_header, segment_path
+from workmem.store.tiers.segments import (
+    SEGMENT_HEADER_BYTES,
+    check_segment_header,
+    segment_numbers,
+    segment_path,
+)
 from workmem.store.tools.read_only import ReadOnlyDevice
 
 if TYPE_CHECKING:
@@ -194,8 +199,7 @@ def _space_of(entry: NamespaceEntry) -> SpaceView | None:
 
 def _segments(folder: Path, device: BlockDevice, store_id: bytes) -> dict[int, SegmentView]:
     views: dict[int, SegmentView] = {}
-    numbers = sorted(int(file.stem) for file in folder.glob("*.seg") if file.stem.isdigit())
-    for number in numbers:
+    for number in segment_numbers(folder):
         size, problem, is_foreign = 0, "", False
         try:
             file = device.open(segment_path(folder, number), Access.READ, direct=False)

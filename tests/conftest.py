@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from workmem.config import cache_dir
+
+# Several test workers and the servers they start share the cores: threads that wait must not spin on them.
+# Read when torch is imported, here and in every process started from here.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @pytest.fixture(scope="session")

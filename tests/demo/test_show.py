@@ -22,7 +22,12 @@ def short_run() -> AgentRun:
 @pytest.mark.timeout(400)
 def test_reuse_saves_work_and_changes_no_answer_even_after_a_restart(smollm2):
     run = short_run()
-    settings = (f"engine.model={smollm2}", "engine.dtype=fp32", "engine.deterministic=true")
+    settings = (
+        f"engine.model={smollm2}",
+        "engine.dtype=fp32",
+        "engine.deterministic=true",
+        "engine.threads=1",
+    )
     plan = show.Plan(runs=(run,), settings=settings, max_tokens=4)
     named, seen = [], []
     phases = asyncio.run(show.run(plan, on_phase=named.append, on_turn=seen.append))

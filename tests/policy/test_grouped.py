@@ -54,6 +54,17 @@ def test_shared_prefix_waits_for_children_of_other_groups():
     assert drain(order, "a") == [0]
 
 
+def test_chains_that_cross_groups_are_restored_as_such():
+    order = GroupedOrder(Lru)
+    order.restore([1, 2], [0, 1], [1, 1], group="b")
+    order.restore([0], [NO_ROW], [1], group="a")
+    assert drain(order, "a") == []
+    assert not order.is_leaf(0)
+    assert drain(order, "b") == [2, 1]
+    assert order.is_leaf(0)
+    assert drain(order, "a") == [0]
+
+
 def test_shared_prefix_that_leaves_first_frees_its_children():
     order = GroupedOrder(Lru)
     order.insert(0, NO_ROW, 1, group="a")

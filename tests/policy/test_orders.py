@@ -242,6 +242,37 @@ def test_pin_that_ended_protects_no_longer(order):
     assert drain(order)[2] == 0
 
 
+def test_done_goes_next_however_often_it_was_used(order):
+    for row in range(4):
+        order.insert(row, NO_ROW, 1)
+    for _ in range(3):
+        order.touch([2])
+        assert order.pick(nobody_holds) != 2
+    order.advise([2], prospect=Prospect.DONE)
+    gone = drain(order)
+    # A queue of S3-FIFO that is not to give victims yet comes second.
+    assert gone.index(2) <= (3 if isinstance(order, S3Fifo) else 0)
+    assert sorted(gone) == [0, 1, 2, 3]
+
+
+def test_done_of_a_parked_block_counts_when_it_is_let_go(order):
+    order.insert(0, NO_ROW, 1)
+    order.insert(1, NO_ROW, 1)
+    order.touch([0, 1])
+    assert order.pick(lambda row: row == 0) == 1
+    order.advise([0], prospect=Prospect.DONE)
+    order.unpark(0)
+    assert sorted(drain(order)) == [0, 1]
+
+
+def test_leaf_is_a_block_without_children_here(order):
+    chain(order, range(2))
+    order.insert(2, NO_ROW, 1)
+    assert [order.is_leaf(row) for row in range(3)] == [False, True, True]
+    order.remove(1)
+    assert order.is_leaf(0)
+
+
 def test_pin_given_while_a_block_is_parked_counts_when_it_comes_back(order):
     for row in range(3):
         order.insert(row, NO_ROW, 1)

@@ -53,6 +53,16 @@ def test_reused_segment_is_bounded_so_a_new_working_set_can_take_over():
     assert drain(order) == [0, 3, 1, 2]
 
 
+def test_block_that_comes_back_counts_as_reused_within_the_bound():
+    order = SegmentedLru(2)
+    order.insert(0, NO_ROW, 1, is_back=True)
+    order.insert(1, NO_ROW, 1, is_back=True)
+    order.insert(2, NO_ROW, 1)
+    assert order.pick(nobody_holds) == 2
+    order.insert(3, NO_ROW, 1, is_back=True)
+    assert drain(order) == [2, 0, 1, 3]
+
+
 def test_bound_of_the_reused_segment_is_in_bytes():
     order = SegmentedLru(10)
     for row, size in enumerate((6, 4, 4)):

@@ -24,10 +24,13 @@ class Kit:
     def config(
         self, *, dram: str | int = "1MiB", ssd: str | int = "16MiB", path: Path | None = None, **more: Any
     ) -> StoreConfig:
-        """A small configuration; `ssd=0` leaves the tier out."""
-        queue = more.pop("save_queue_pages", 8192)
-        tier = SsdConfig(enabled=bool(ssd), path=str(path or self.folder), bytes=ssd, **more)
-        return StoreConfig(dram=DramConfig(bytes=dram), ssd=tier, save_queue_pages=queue)
+        """A small configuration; `ssd=0` leaves the tier out, `eviction` is for both."""
+        own = {name: more.pop(name) for name in ("save_queue_pages", "quotas", "pins") if name in more}
+        eviction = more.pop("eviction", "value")
+        tier = SsdConfig(
+            enabled=bool(ssd), path=str(path or self.folder), bytes=ssd, eviction=eviction, **more
+        )
+        return StoreConfig(dram=DramConfig(bytes=dram, eviction=eviction), ssd=tier, **own)
 
     def open(self, *, clock: Any = None, device: Any = None, **settings: Any) -> Store:
         """A store; closed at the end of the test at the latest."""

@@ -68,7 +68,7 @@ class GroupedOrder:
     def restore(
         self, rows: Sequence[int], parents: Sequence[int], sizes: Sequence[int], *, group: str = ""
     ) -> None:
-        """See `EvictionOrder.restore`. All of one group, and parents are of the same."""
+        """See `EvictionOrder.restore`. All of one group; a parent of another may be restored later."""
         if not rows:
             return
         index = self._group(group)
@@ -78,8 +78,15 @@ class GroupedOrder:
             assert self._group_of[row] < 0, f"row {row} is inserted twice"
             self._group_of[row] = index
             self._number_of[row] = home.number(row)
-        numbers = self._number_of
-        own = [numbers[parent] if parent != NO_ROW else NO_ROW for parent in parents]
+        numbers, group_of = self._number_of, self._group_of
+        self._reach(max(parents))
+        own: list[int] = []
+        for row, parent in zip(rows, parents, strict=True):
+            is_own = parent != NO_ROW and group_of[parent] == index
+            own.append(numbers[parent] if is_own else NO_ROW)
+            if parent != NO_ROW and not is_own:
+                self._foreign_parent[row] = parent
+                self._foreign_children[parent] += 1
         home.order.restore([numbers[row] for row in rows], own, sizes)
 
     def touch(self, rows: Sequence[int]) -> None:
@@ -93,6 +100,11 @@ class GroupedOrder:
         """See `EvictionOrder.advise`."""
         for index, numbers in self._by_group(rows):
             self._groups[index].order.advise(numbers, prospect=prospect, loss=loss)
+
+    def is_leaf(self, row: int) -> bool:
+        """See `EvictionOrder.is_leaf`."""
+        home = self._groups[self._group_of[row]].order
+        return row not in self._foreign_children and home.is_leaf(self._number_of[row])
 
     def remove(self, row: int) -> None:
         """See `EvictionOrder.remove`."""

@@ -63,6 +63,10 @@ class EvictionOrder(Protocol):
         """Facts about blocks that are here; None leaves what was said before. An order may ignore all of it."""
         ...
 
+    def is_leaf(self, row: int) -> bool:
+        """Whether a block that is here has no children here: only then may it leave to make room (R7)."""
+        ...
+
     def remove(self, row: int) -> None:
         """A block left, whatever the reason. Its number may come back with the next `insert`."""
         ...

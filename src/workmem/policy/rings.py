@@ -140,7 +140,7 @@ class Rings:
         prospect: Prospect | None = None,
         loss: Loss | None = None,  # noqa: ARG002 - for subclasses
     ) -> None:
-        """See `EvictionOrder.advise`. Pins count in every order, the rest where a subclass says so."""
+        """See `EvictionOrder.advise`. Pins, and being done with, count in every order, the rest where a subclass says so."""
         if self._pending:
             self._take_in()
         if prospect is None:
@@ -148,12 +148,15 @@ class Rings:
         for row in rows:
             flags = self._flags[row]
             is_pinned = prospect == Prospect.PINNED
-            if not flags or is_pinned == bool(flags & PINNED):
+            if not flags:
                 continue
-            self._pinned += 1 if is_pinned else -1
-            self._flags[row] ^= PINNED
-            if not flags & PARKED:
-                self._renew((row,), self._pinned_end if is_pinned else self._ring_of(row))
+            if is_pinned != bool(flags & PINNED):
+                self._pinned += 1 if is_pinned else -1
+                self._flags[row] ^= PINNED
+                if not flags & PARKED:
+                    self._renew((row,), self._pinned_end if is_pinned else self._ring_of(row))
+            if prospect == Prospect.DONE:
+                self._give_up(row)
         self._last = NO_ROW
 
     def remove(self, row: int) -> None:
@@ -206,6 +209,10 @@ class Rings:
             if not self._children[row]:
                 self._return(row)
 
+    def is_leaf(self, row: int) -> bool:
+        """See `EvictionOrder.is_leaf`."""
+        return not self._children[row]
+
     def _ring_of_new(self, row: int, parent: int, *, is_back: bool) -> int:  # noqa: ARG002 - for subclasses
         """The ring that a new block enters."""
         return 0
@@ -232,6 +239,16 @@ class Rings:
 
     def _forget(self, row: int) -> None:
         """A block leaves: take it out of whatever a subclass counts."""
+
+    def _done(self, row: int) -> None:
+        """Nobody is going to ask for a block: let go of what speaks for keeping it."""
+
+    def _give_up(self, row: int) -> None:
+        """A block is done with: it is the next to go, once nothing is in its way (E15)."""
+        self._done(row)
+        if not self._flags[row] & PARKED:
+            self._unlink(row + self._first)
+            self._return(row)
 
     def _renew(self, rows: Sequence[int], end: int) -> None:
         """Make blocks the newest of a ring, the last one given the newest of all.

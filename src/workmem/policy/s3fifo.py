@@ -72,6 +72,9 @@ class S3Fifo(Rings):
         self._renew((row,), _MAIN)
         return True
 
+    def _done(self, row: int) -> None:
+        self._uses[row] = 0
+
     def _forget(self, row: int) -> None:
         if not self._flags[row] & _IS_MAIN:
             self._small_bytes -= self._size[row]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from workmem.policy.order import NO_ROW
 from workmem.policy.rings import REUSED, Rings
 
 _FRESH, _REUSED = 0, 1
@@ -21,6 +22,15 @@ class SegmentedLru(Rings):
         self._protected_max = protected_bytes
         self._protected_bytes = 0
 
+    def _ring_of_new(self, row: int, parent: int, *, is_back: bool) -> int:  # noqa: ARG002 - a hook
+        if not is_back:
+            return _FRESH
+        # It was used again, if only after it had left.
+        self._flags[row] |= REUSED
+        self._protected_bytes += self._size[row]
+        self._keep_bound()
+        return _REUSED
+
     def _ring_of(self, row: int) -> int:
         return _REUSED if self._flags[row] & REUSED else _FRESH
 
@@ -31,11 +41,18 @@ class SegmentedLru(Rings):
                 flags[row] |= REUSED
                 self._protected_bytes += self._size[row]
         self._renew(rows, _REUSED)
+        self._keep_bound()
+
+    def _keep_bound(self) -> None:
         while self._protected_bytes > self._protected_max and self._newer[_REUSED] != _REUSED:
             oldest = self._newer[_REUSED]
             self._unlink(oldest)
             self._forget(oldest - self._first)
             self._link(oldest, _FRESH)
+            self._last = NO_ROW
+
+    def _done(self, row: int) -> None:
+        self._forget(row)
 
     def _forget(self, row: int) -> None:
         if self._flags[row] & REUSED:

@@ -85,12 +85,7 @@ class ValueOrder(Rings):
             if advice == self._advice[row]:
                 continue
             self._advice[row] = advice
-            if self._flags[row] & (PARKED | PINNED):
-                continue
-            if prospect == Prospect.DONE:
-                self._unlink(row + self._first)
-                self._return(row)
-            else:
+            if prospect != Prospect.DONE and not self._flags[row] & (PARKED | PINNED):
                 self._renew((row,), self._ring(row))
         self._last = NO_ROW
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from workmem.policy.choose import EvictionName
 from workmem.store.host.config import HostConfig
 
 
@@ -17,6 +18,8 @@ class DramConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Size of the arena. Memory is taken as it is used and 256 MiB ahead, never given up before the end."""
     path: str = ""
     """File that backs the arena (persistent or CXL memory as a DAX file, tmpfs); empty is plain memory."""
+    eviction: EvictionName = "value"
+    """Which page leaves first. Value: the one worth least, by odds of reuse and cost to recompute. Segmented LRU: never reused, then the oldest. S3-FIFO: unproven, then unused. LRU: the oldest."""
 
 
 class SsdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -28,6 +31,8 @@ class SsdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Folder, owned by one process at a time; empty takes `store` in the cache folder (`$XDG_CACHE_HOME/workmem`, by default `~/.cache/workmem`)."""
     bytes: str | int = "8GiB"
     """Most bytes of segment files; the journal comes on top (about 120 bytes a page)."""
+    eviction: EvictionName = "value"
+    """Which page leaves first, as in `[store.dram]`."""
     keep_free: str | int = "5%"
     """Share of the filesystem, or bytes, that stays free for others: the tier gives way before they run out."""
     io: Literal["direct", "buffered"] = "direct"

@@ -17,7 +17,8 @@ import msgspec
 
 from workmem.core.keys import BlockKey
 from workmem.core.layout import KVLayout, Namespace
-from workmem.core.outcomes import Lookup, MissReason
+from workmem.core.outcomes import Lookup, MissReason, TierName
+from workmem.policy.order import Prospect
 
 
 class BlockId(msgspec.Struct, frozen=True):
@@ -46,6 +47,18 @@ class PageWrite(msgspec.Struct, frozen=True):
     block: BlockId
     copy_into: Callable[[memoryview], None]
     done: Callable[[SaveState], None]
+    workflow: str = ""
+    """For which workflow of the tenant it is saved, where that counts for a quota."""
+
+
+class PinResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a pin. It never fails for want of room."""
+
+    blocks: int
+    """Of the keys, how many a tier holds now; the others are pinned when they come."""
+    demoted: tuple[str, ...] = ()
+    """Names of the owner's pins that ended because its budget was exceeded, the oldest first. The new one's own name
+    is among them where it is larger than the budget alone, or the owner is one too many."""
 
 
 class Lease(Protocol):
@@ -128,4 +141,52 @@ class KVStore(Protocol):
 
     def close(self) -> None:
         """Flush within a bound, sync, stop threads, release memory. Idempotent."""
+        ...
+
+
+class Steering(Protocol):
+    """What a caller may say about blocks it cares for.
+
+    Advice: it may cost others time, never an answer. Nothing here makes a save or a lease fail but a quota.
+    """
+
+    def pin(self, root: bytes, keys: Sequence[BlockKey], *, owner: str, name: str, ttl_s: float) -> PinResult:
+        """Keep blocks for `ttl_s` seconds: in every tier they leave after all that is not pinned.
+
+        A pin of the same owner and name is replaced and renewed. The pins of an owner may name bytes up to
+        `store.pins.budget`; past it its oldest are demoted. Raises InvariantError for an unknown root, ClientError
+        where `ttl_s` is not above 0.
+        """
+        ...
+
+    def unpin(self, owner: str, name: str) -> bool:
+        """End a pin. False when there is none."""
+        ...
+
+    def announce(self, root: bytes, keys: Sequence[BlockKey], prospect: Prospect) -> int:
+        """Say what is known of the next use of blocks: EXPECTED until it comes, DONE when there will be none.
+
+        Returns how many of the keys a tier holds; the others are not remembered, and what is pinned stays so.
+        Raises ClientError for another prospect.
+        """
+        ...
+
+    def bind(self, root: bytes, keys: Sequence[BlockKey], group: str) -> int:
+        """Let blocks live and die together.
+
+        In each tier a use of one is a use of all, and when one is evicted the rest follows as soon as nobody holds it.
+        `group` is told apart by tenant and may span namespaces (ranks, adapters). A block is in one group at most
+        and stays where it is. Returns how many of the keys are in the group now; those that no tier holds are not.
+        Raises ClientError where the group would be too large.
+        """
+        ...
+
+    def set_quota(
+        self, group: str, tier: TierName, *, floor_bytes: int = 0, ceiling_bytes: int | None = None
+    ) -> None:
+        """What a tenant, or a "tenant/workflow", may count on in a tier, and what it may not exceed.
+
+        A floor of 0 without a ceiling ends the quota. What is over a new ceiling leaves at once, but for what is
+        held. Raises ClientError where the tier cannot keep it.
+        """
         ...

@@ -15,6 +15,7 @@ from workmem.core.events import BoundReached, EventSink, NamespacePurged
 from workmem.core.keys import BlockKey
 from workmem.core.layout import Namespace
 from workmem.core.outcomes import Lookup, MissReason, TierName
+from workmem.policy.choose import EvictionName
 from workmem.store.arena import Arena
 from workmem.store.catalog import NO_SEGMENT, Space
 from workmem.store.contract import BlockId, SaveState
@@ -33,10 +34,10 @@ _PURGE_STEP = 32
 class Pool:
     """Front of the state that all threads of a store share."""
 
-    def __init__(self, arena: Arena, clock: Clock, sink: EventSink) -> None:
+    def __init__(self, arena: Arena, clock: Clock, sink: EventSink, eviction: EvictionName = "value") -> None:
         self._clock = clock
         self._numbers = 0
-        self.state = Residents(arena, Outbox(sink))
+        self.state = Residents(arena, Outbox(sink), eviction)
         self.leases = LeaseTable(self.state, clock)
 
     def count(self, name: str, amount: int) -> None:

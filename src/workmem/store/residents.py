@@ -13,26 +13,23 @@ from workmem.core.errors import InvariantError
 from workmem.core.events import BlockAdmitted, BlockEvicted, BlockQuarantined, BoundReached
 from workmem.core.keys import BlockKey
 from workmem.core.outcomes import MissReason, TierName
+from workmem.policy.choose import EvictionName, make_order
 from workmem.policy.order import NO_ROW, EvictionOrder
-from workmem.policy.segmented_lru import SegmentedLru
 from workmem.store.arena import Arena
 from workmem.store.catalog import NO_SEGMENT, Catalog, Space
 from workmem.store.frames import NO_OWNER, Frame, FrameState, FrameTable
 from workmem.store.outbox import Outbox
 from workmem.store.tiers.page_header import GENERATION_BYTES, blank, tokens_of
 
-PROTECTED_SHARE = 0.8  # what is left lets a scan recycle its own places (R8)
-"""Of a tier that reused blocks may fill: the rest is where new blocks prove themselves."""
-
 
 class Residents:
     """Index, frames and eviction order of the dram tier, and what it owes the ssd tier."""
 
-    def __init__(self, arena: Arena, outbox: Outbox) -> None:
+    def __init__(self, arena: Arena, outbox: Outbox, eviction: EvictionName) -> None:
         self.arena = arena
         self.outbox = outbox
         self.frames = FrameTable(arena.capacity_bytes)
-        self.order: EvictionOrder = SegmentedLru(int(arena.capacity_bytes * PROTECTED_SHARE))
+        self.order: EvictionOrder = make_order(eviction, arena.capacity_bytes)
         self.catalog = Catalog()
         self.spaces: dict[bytes, Space] = {}
         self.counts: Counter[str] = Counter()

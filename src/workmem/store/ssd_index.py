@@ -16,11 +16,11 @@ import numpy as np
 from workmem.core.events import BlockAdmitted, BlockEvicted
 from workmem.core.keys import BlockKey
 from workmem.core.outcomes import MissReason, TierName
+from workmem.policy.choose import EvictionName, make_order
 from workmem.policy.order import NO_ROW, EvictionOrder
-from workmem.policy.segmented_lru import SegmentedLru
 from workmem.store.arena import ALIGNMENT_BYTES
 from workmem.store.catalog import NO_SEGMENT, Space
-from workmem.store.residents import PROTECTED_SHARE, Residents
+from workmem.store.residents import Residents
 from workmem.store.ssd_strikes import Strikes
 from workmem.store.tiers.entries import snapshot
 from workmem.store.tiers.segments import Extent, Segment
@@ -44,10 +44,10 @@ class StoredPage(msgspec.Struct, frozen=True, eq=False):
 class SsdIndex:
     """Residency of the ssd tier."""
 
-    def __init__(self, state: Residents, capacity_bytes: int) -> None:
+    def __init__(self, state: Residents, capacity_bytes: int, eviction: EvictionName) -> None:
         self._state = state
         self._catalog = state.catalog
-        self.order: EvictionOrder = SegmentedLru(int(capacity_bytes * PROTECTED_SHARE))
+        self.order: EvictionOrder = make_order(eviction, capacity_bytes)
         self.segments: dict[int, Segment] = {}
         self.live_bytes = 0
         self.page_count = 0

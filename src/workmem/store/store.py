@@ -67,7 +67,7 @@ class Store:
         ssd_bytes = parse_bytes(config.ssd.bytes, "$.store.ssd.bytes")
         scrub_rate = parse_bytes(config.ssd.scrub_bytes_per_s, "$.store.ssd.scrub_bytes_per_s")
         self._arena = Arena(dram_bytes, config.dram.path)
-        self._pool = Pool(self._arena, self._clock, sink)
+        self._pool = Pool(self._arena, self._clock, sink, config.dram.eviction)
         self._breaker = Breaker(self._clock, sink, config.ssd.retry_s)
         self._tier: SsdTier | None = None
         self.ssd_problem = ""
@@ -271,7 +271,8 @@ class Store:
         keep_free = parse_keep_free(self._config.ssd.keep_free, "$.store.ssd.keep_free")
         folder = StoreFolder(self._config.ssd.path)
         try:
-            tier = SsdTier(folder, self._pool, device, sink, capacity_bytes, keep_free)
+            ssd = self._config.ssd
+            tier = SsdTier(folder, self._pool, device, sink, capacity_bytes, keep_free, ssd.eviction)
             if self._config.ssd.io == "buffered":
                 tier.use_buffered()
             tier.open()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from workmem.core.errors import IntegrityError
 from workmem.core.events import BoundReached, EventSink
+from workmem.policy.choose import EvictionName
 from workmem.store.device import BlockDevice
 from workmem.store.pool import Pool
 from workmem.store.ssd_index import SsdIndex
@@ -48,12 +49,14 @@ class SsdTier:
         sink: EventSink,
         capacity_bytes: int,
         keep_free: KeepFree | None = None,
+        eviction: EvictionName = "value",
     ) -> None:
         self._folder = folder
         self._pool = pool
         self._device = device
         self._sink = sink
         self.capacity_bytes = capacity_bytes
+from workmem.policy.choose import EvictionName
         segment_bytes = min(SEGMENT_BYTES_MAX, max(capacity_bytes // 8, 2 * SEGMENT_HEADER_BYTES))
         self.index = SsdIndex(pool.state, capacity_bytes)
         self.writes = WriteQueue(pool.state, self.index, capacity_bytes - 2 * segment_bytes)

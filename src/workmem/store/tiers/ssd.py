@@ -56,9 +56,8 @@ class SsdTier:
         self._device = device
         self._sink = sink
         self.capacity_bytes = capacity_bytes
-from workmem.policy.choose import EvictionName
         segment_bytes = min(SEGMENT_BYTES_MAX, max(capacity_bytes // 8, 2 * SEGMENT_HEADER_BYTES))
-        self.index = SsdIndex(pool.state, capacity_bytes)
+        self.index = SsdIndex(pool.state, capacity_bytes, eviction)
         self.writes = WriteQueue(pool.state, self.index, capacity_bytes - 2 * segment_bytes)
         self._files = SegmentFiles(folder, self.index, pool.state.arena, device, sink, segment_bytes)
         self._room = Room(

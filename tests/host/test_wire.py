@@ -234,8 +234,7 @@ def test_lease_replies_survive_the_wire(pages, reason, number):
         memoryview(messages.pack_leased(number, 3.5, len(pages), reason, offsets, generations, tiers))
     )
     assert (leased.id, leased.ttl_s, leased.ready, leased.failed) == (number, 3.5, len(pages), reason)
-    assert list(leased.offsets) == list(offsets)
-    assert list(leased.generations) == list(generations)
+    assert list(leased.numbers) == [*offsets, *generations]
     assert leased.tiers == tiers
 
 

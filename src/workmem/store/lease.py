@@ -20,6 +20,26 @@ if TYPE_CHECKING:
 class PageLease:
     """See `store.contract.Lease`. Made by `LeaseTable.lease`; its fields are the table's, under its lock."""
 
+    __slots__ = (
+        "_header_bytes",
+        "_keys",
+        "_layout",
+        "_sums",
+        "_sums_at",
+        "_table",
+        "callbacks",
+        "deadline",
+        "ended",
+        "failed",
+        "frames",
+        "lost",
+        "missing",
+        "owner",
+        "ready",
+        "released",
+        "rows",
+    )
+
     def __init__(
         self, table: LeaseTable, space: Space, keys: tuple[BlockKey, ...], owner: str, deadline: float
     ) -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, cast
+from itertools import takewhile
+from typing import TYPE_CHECKING
 
 from workmem.core.clock import Clock
 from workmem.core.errors import CapacityError, LeaseError
@@ -48,21 +49,28 @@ class LeaseTable:
         self, space: Space, keys: Sequence[BlockKey], owner: str, ttl_s: float
     ) -> tuple[PageLease, list[Promotion]]:
         """Pin what is in dram, reserve frames for what is on ssd; the new promotions are to be read."""
-        lease = PageLease(self, space, tuple(keys), owner, self._clock.monotonic() + ttl_s)
+        now = self._clock.monotonic()
+        lease = PageLease(self, space, tuple(keys), owner, now + ttl_s)
         state = self._state
         with state.outbox:
-            self._expire()
+            deadlines = self._deadlines
+            if deadlines and (deadlines[0][0] <= now or deadlines[0][2].ended):
+                self._expire()
             # What is here is pinned first, so that making room for the rest cannot evict it.
             awaited = self._pin_prefix(space, lease)
             started = self._start_promotions(lease, awaited) if awaited else []
             state.order.touch(lease.rows)
             if state.touch_ssd is not None:
                 state.touch_ssd(lease.rows)
-            self._advance(lease)
+            if awaited or lease.lost:
+                self._advance(lease)
+            else:
+                lease.ready = len(lease.rows)
             self._lease_count += 1
             self._active_count += 1
-            self._tidy_deadlines()
-            self._state.counts["leases"] += 1
+            if len(deadlines) > 64 + 2 * self._active_count:
+                self._tidy_deadlines()
+            state.counts["leases"] += 1
             heapq.heappush(self._deadlines, (lease.deadline, self._lease_count, lease))
         return lease, started
 
@@ -139,13 +147,16 @@ class LeaseTable:
     def _pin_prefix(self, space: Space, lease: PageLease) -> list[int]:
         """Pin what of the prefix is in dram; returns the indices of what is on ssd."""
         catalog, reads_ssd = self._state.catalog, self._state.reads_ssd
-        found = list(map(space.rows.get, lease.keys))
-        if None in found:
-            del found[found.index(None) :]
-        rows = cast("list[int]", found)
-        held = [catalog.frame[row] for row in rows]
+        keys = lease.keys
+        try:
+            # All of them, most often: that costs no look at each.
+            rows = list(map(space.rows.__getitem__, keys))
+        except KeyError:
+            rows = [row for row in takewhile(_is_there, map(space.rows.get, keys)) if row is not None]
+        in_dram = catalog.frame
+        held = [in_dram[row] for row in rows]
         awaited: list[int] = []
-        if None in held:
+        if not all(held):
             for index, frame in enumerate(held):
                 if frame is None:
                     if not reads_ssd or catalog.segment[rows[index]] == NO_SEGMENT:
@@ -156,8 +167,8 @@ class LeaseTable:
             if frame is not None:
                 frame.pins += 1
         lease.rows, lease.frames = rows, held
-        if len(rows) < len(lease.keys):
-            lease.lost[len(rows)] = self._state.why_missed(space, lease.keys[len(rows)])
+        if len(rows) < len(keys):
+            lease.lost[len(rows)] = self._state.why_missed(space, keys[len(rows)])
         return awaited
 
     def _start_promotions(self, lease: PageLease, awaited: list[int]) -> list[Promotion]:
@@ -249,9 +260,8 @@ class LeaseTable:
 
     def _tidy_deadlines(self) -> None:
         """Drop ended leases that a longer-lived one keeps from surfacing, so the heap stays in proportion."""
-        if len(self._deadlines) > 64 + 2 * self._active_count:
-            self._deadlines = [entry for entry in self._deadlines if not entry[2].ended]
-            heapq.heapify(self._deadlines)
+        self._deadlines = [entry for entry in self._deadlines if not entry[2].ended]
+        heapq.heapify(self._deadlines)
 
     def _expire(self) -> int:
         """End leases past their deadline; returns how many."""
@@ -268,3 +278,7 @@ class LeaseTable:
             self._end(lease, "expired")
             ended += 1
         return ended
+
+
+def _is_there(row: int | None) -> bool:
+    return row is not None

@@ -9,6 +9,7 @@ from workmem.core.errors import TransferError
 from workmem.store.host.wire import BODY_BYTES_MAX, PREFIX, Kind, Malformed
 
 _BUFFER_BYTES = 64 * 2**10
+_pack_prefix, _unpack_prefix = PREFIX.pack, PREFIX.unpack_from
 _KINDS: dict[int, Kind] = {kind.value: kind for kind in Kind}
 """Half a microsecond a message less than making the enum's member."""
 
@@ -26,6 +27,7 @@ class Channel:
 
     def __init__(self, connection: socket.socket, *, send_s: float, receive_s: float) -> None:
         self._socket = connection
+        self._sendall, self._recv_into = connection.sendall, connection.recv_into
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(send_s))
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(receive_s))
@@ -42,7 +44,7 @@ class Channel:
     def send(self, kind: int, tag: int, body: bytes) -> None:
         """Send one message. Raises Disconnected."""
         try:
-            self._socket.sendall(PREFIX.pack(len(body), kind, tag) + body)
+            self._sendall(_pack_prefix(len(body), kind, tag) + body)
         except OSError as error:
             raise Disconnected(f"cannot send: {error}") from error
 
@@ -51,20 +53,25 @@ class Channel:
 
         Raises Disconnected at the end of the stream, Malformed on what is no message.
         """
-        if self._end - self._start < PREFIX.size:
+        start = self._start
+        if start == self._end:
+            # Nothing is left of the last read: mostly the next one brings one message, whole.
+            self._start = self._end = start = 0
+            self._end = self._read(self._view)
+        if self._end - start < PREFIX.size:
             self._fill(PREFIX.size)
-        length, kind, tag = PREFIX.unpack_from(self._buffer, self._start)
+            start = 0
+        length, kind, tag = _unpack_prefix(self._buffer, start)
         if length > BODY_BYTES_MAX:
             raise Malformed(f"a message of {length} bytes, more than {BODY_BYTES_MAX}")
-        whole = PREFIX.size + length
-        if self._end - self._start < whole:
-            self._fill(whole)
-        body = self._view[self._start + PREFIX.size : self._start + whole]
-        self._start += whole
+        if self._end - start < PREFIX.size + length:
+            self._fill(PREFIX.size + length)
+            start = 0
+        self._start = stop = start + PREFIX.size + length
         known = _KINDS.get(kind)
         if known is None:
             raise Malformed(f"a message of unknown kind {kind}")
-        return known, tag, body
+        return known, tag, self._view[stop - length : stop]
 
     def receive_fds(self, count: int) -> list[int]:
         """Read what is there along with up to `count` descriptors, which are the caller's to close.
@@ -109,13 +116,16 @@ class Channel:
             grown[:have] = self._buffer[:have]
             self._buffer, self._view = grown, memoryview(grown)
         while self._end < wanted:
-            try:
-                count = self._socket.recv_into(self._view[self._end :])
-            except OSError as error:
-                raise Disconnected(f"cannot receive: {error}") from error
-            if count == 0:
-                raise Disconnected("the other end closed the connection")
-            self._end += count
+            self._end += self._read(self._view[self._end :])
+
+    def _read(self, place: memoryview) -> int:
+        try:
+            count = self._recv_into(place)
+        except OSError as error:
+            raise Disconnected(f"cannot receive: {error}") from error
+        if count == 0:
+            raise Disconnected("the other end closed the connection")
+        return count
 
 
 def _timeval(seconds: float) -> bytes:

@@ -121,7 +121,8 @@ class HostStore:
         """See `KVStore.lease`. One round trip; nothing arrives, for `unavailable`, without a server."""
         if self._closed:
             raise InvariantError("lease on a closed store")
-        lease = HostLease(self._space(root), tuple(keys), owner, link := self._usable_link())
+        link = self._usable_link()
+        lease = HostLease(self._space(root), tuple(keys), owner, link)
         if link is None or not keys:
             lease.failed = MissReason.UNAVAILABLE if keys else None
             return lease
@@ -133,7 +134,7 @@ class HostStore:
             with link.lock:
                 leased = messages.unpack_leased(link.ask_locked(Kind.LEASE, body))
                 lease.grant(leased, now, now + ttl_s)
-                link.leases[leased.id] = lease
+                link.leases.add(lease)
         except Refused as error:
             if error.code in (ErrorCode.CAPACITY, ErrorCode.BOUND):
                 raise CapacityError(str(error)) from error

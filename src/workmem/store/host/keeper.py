@@ -100,7 +100,7 @@ class Keeper:
 
     def _drop(self, link: Link, why: str) -> None:
         link.close()
-        for lease in list(link.leases.values()):
+        for lease in link.leases.live():
             # What has arrived may stay readable (see HostLease); what has not never will.
             lease.settle(lease.ready, MissReason.UNAVAILABLE)
         if why:
@@ -133,7 +133,7 @@ class Keeper:
 
     def _renew(self, link: Link) -> None:
         now = time.monotonic()
-        leases = list(link.leases.values())
+        leases = link.leases.live()
         limit = link.welcome.lease_s
         due = [lease for lease in leases if not lease.is_settled]
         if now >= self._renew_at:
@@ -166,5 +166,5 @@ def _renew(link: Link, leases: Sequence[HostLease], ttl_s: float) -> None:
             lease.renewed(now, ttl_s)
             lease.settle(ready, failed)
         else:
-            link.leases.pop(lease.id, None)
+            link.leases.take(lease.id)
             lease.end("expired", MissReason.EXPIRED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,9 @@ from workmem.store.outbox import run_callback
 if TYPE_CHECKING:
     from workmem.store.catalog import Space
     from workmem.store.host.link import Link
+
+_settling = threading.Lock()
+"""One for all leases: it is held for some attributes, and a lease is made with every request."""
 
 
 class HostLease:
@@ -40,7 +44,6 @@ class HostLease:
         "_keys",
         "_layout",
         "_link",
-        "_lock",
         "_released",
         "deadline",
         "failed",
@@ -66,7 +69,6 @@ class HostLease:
         self._grant: messages.Leased | None = None
         self._ended = ""
         self._released = False
-        self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
 
     def grant(self, leased: messages.Leased, now: float, until: float) -> None:
@@ -100,7 +102,7 @@ class HostLease:
 
     def on_settled(self, callback: Callable[[], None]) -> None:
         """See `Lease.on_settled`."""
-        with self._lock:
+        with _settling:
             if not self.is_settled:
                 self._callbacks.append(callback)
                 return
@@ -139,7 +141,7 @@ class HostLease:
             raise LeaseError(f"lease of {len(self._keys)} pages by {self.owner!r} was released twice")
         self._released = True
         link = self._link
-        if link is not None and link.leases.pop(self.id, None) is not None:
+        if link is not None and link.leases.take(self.id) is not None:
             link.tell(Kind.RELEASE, messages.pack_ids([self.id]))
 
     def renewed(self, now: float, ttl_s: float) -> None:
@@ -148,7 +150,7 @@ class HostLease:
 
     def settle(self, ready: int, failed: MissReason | None) -> None:
         """Keeper: so many pages have arrived, or the next one cannot. Calls back when that settles it."""
-        with self._lock:
+        with _settling:
             if self.is_settled:
                 return
             self.ready, self.failed = max(self.ready, ready), failed
@@ -175,9 +177,9 @@ class HostLease:
         link, grant = self._link, self._grant
         assert link is not None
         assert grant is not None
-        offset = grant.offsets[index]
+        offset = grant.numbers[index]
         with link.arena.at(offset, self._header_bytes) as header:
-            if not is_page_of(header, self._keys[index], grant.generations[index]):
+            if not is_page_of(header, self._keys[index], grant.numbers[grant.pages + index]):
                 raise LeaseError(f"lease of {self.owner!r} is stale: page {index} is of another block by now")
         return link, offset
 
@@ -192,3 +194,38 @@ class HostLease:
         if lost_at < self.deadline and self._link.server_is_dead():
             return ""
         return "revoked: the connection to the store was lost"
+
+
+class HeldLeases:
+    """Leases by id, for as long as somebody else refers to them: one that nobody does is not renewed and ends.
+
+    A dict of weak references, for its price: what the library's own does with each costs as much as a reply.
+    """
+
+    def __init__(self) -> None:
+        self._refs: dict[int, weakref.ref[HostLease]] = {}
+
+    def add(self, lease: HostLease) -> None:
+        """File a lease under its id."""
+        self._refs[lease.id] = weakref.ref(lease)
+
+    def get(self, number: int) -> HostLease | None:
+        """The lease, unless it was taken or nobody refers to it any more."""
+        ref = self._refs.get(number)
+        return None if ref is None else ref()
+
+    def take(self, number: int) -> HostLease | None:
+        """The same, and forget it."""
+        ref = self._refs.pop(number, None)
+        return None if ref is None else ref()
+
+    def live(self) -> list[HostLease]:
+        """All of them. What is no longer referred to is forgotten here; the keeper calls it with each renewal."""
+        found: list[HostLease] = []
+        for number, ref in list(self._refs.items()):
+            lease = ref()
+            if lease is None:
+                self._refs.pop(number, None)
+            else:
+                found.append(lease)
+        return found

@@ -6,7 +6,6 @@ import os
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +15,7 @@ import msgspec
 from workmem.core.layout import Namespace
 from workmem.store.host import messages
 from workmem.store.host.channel import Channel, Disconnected
-from workmem.store.host.lease import HostLease
+from workmem.store.host.lease import HeldLeases
 from workmem.store.host.mapping import ArenaMapping
 from workmem.store.host.peer import Peer, Stranger
 from workmem.store.host.place import connect
@@ -37,8 +36,7 @@ class Link:
         self._channel = Channel(connection, send_s=call_s, receive_s=call_s)
         self.lock = threading.Lock()
         """Held from a request to its reply; a lease is in `leases` before it opens."""
-        self.leases: weakref.WeakValueDictionary[int, HostLease] = weakref.WeakValueDictionary()
-        """Those held, by id. One that nobody refers to any more is not renewed, and ends by itself."""
+        self.leases = HeldLeases()
         self.lost_at: float | None = None
         """When the connection was found lost, on `time.monotonic`."""
         self._tag = 0
@@ -129,11 +127,12 @@ class Link:
             self._channel.close()
 
     def _exchange(self, kind: Kind, body: bytes) -> memoryview:
-        if not self.is_usable:
+        if self.lost_at is not None:
             raise Disconnected("the connection was lost")
+        channel = self._channel
         self._tag = tag = (self._tag + 1) % _TAGS
-        self._channel.send(kind, tag, body)
-        answered, stated, reply = self._channel.receive()
+        channel.send(kind, tag, body)
+        answered, stated, reply = channel.receive()
         if answered is Kind.ERROR:
             raise messages.unpack_error(reply)
         if answered is not kind or stated != tag:

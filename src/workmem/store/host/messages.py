@@ -35,7 +35,8 @@ from workmem.store.host.wire import (
 
 T = TypeVar("T")
 
-_KEYS_AT_ONCE = 64
+_KEYS_AT_ONCE = 512
+"""A form of so many takes 16 KiB, and there is one for each count that was asked for of late."""
 _HELLO = struct.Struct("<8sHxxI")
 _WELCOME = struct.Struct("<8sHxxI16sQdd")
 _ERROR = struct.Struct("<H")
@@ -63,15 +64,16 @@ class Welcome(msgspec.Struct, frozen=True):
     """Deadline of a reservation, after which it cannot be committed."""
 
 
-class Leased(msgspec.Struct):
-    """What a lease got. The arrays have one entry per page held, in prefix order."""
+class Leased(msgspec.Struct, frozen=True):
+    """What a lease got, for `pages` pages held, in prefix order."""
 
     id: int
     ttl_s: float
+    pages: int
     ready: int
     failed: MissReason | None
-    offsets: memoryview
-    generations: memoryview
+    numbers: memoryview
+    """Where each frame starts in the arena, and after those the generation of each."""
     tiers: bytes
     """Code in `TIERS` of where each page was when it was leased."""
 
@@ -183,7 +185,10 @@ def unpack_found(body: memoryview) -> tuple[tuple[TierName, ...], MissReason | N
 def pack_lease(root: bytes, ttl_s: float, owner: str, keys: Sequence[BlockKey]) -> bytes:
     """Body of LEASE."""
     name = owner.encode()[:OWNER_BYTES_MAX]
-    return _LEASE.pack(root, ttl_s, len(name)) + name + pack_keys(keys)
+    body = b"".join((_LEASE.pack(root, ttl_s, len(name)), name, *keys))
+    if len(body) != _LEASE.size + len(name) + KEY_BYTES * len(keys):
+        raise Malformed(f"a block key is {KEY_BYTES} bytes")
+    return body
 
 
 def unpack_lease(body: memoryview) -> tuple[bytes, float, str, tuple[BlockKey, ...]]:
@@ -212,23 +217,15 @@ def pack_leased(
 
 
 def unpack_leased(body: memoryview) -> Leased:
-    """What a lease got; its arrays are a copy of `body`."""
+    """What a lease got; its numbers are a copy of those in `body`."""
     if len(body) < _LEASED.size:
         raise Malformed(f"a lease's reply of {len(body)} bytes")
     number, ttl_s, count, ready, failed = _LEASED.unpack_from(body)
     if len(body) != _LEASED.size + 17 * count or ready > count:
         raise Malformed(f"a lease's reply of {len(body)} bytes for {ready} of {count} pages")
-    start = _LEASED.size
-    arrays = memoryview(bytes(body[start : start + 16 * count])).cast("Q")
-    return Leased(
-        number,
-        ttl_s,
-        ready,
-        _code(REASONS, failed),
-        arrays[:count],
-        arrays[count:],
-        bytes(body[start + 16 * count :]),
-    )
+    end = _LEASED.size + 16 * count
+    numbers = memoryview(bytes(body[_LEASED.size : end])).cast("Q")
+    return Leased(number, ttl_s, count, ready, _code(REASONS, failed), numbers, bytes(body[end:]))
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
@@ -370,14 +367,16 @@ def _keys(blob: memoryview) -> tuple[BlockKey, ...]:
     count, rest = divmod(len(blob), KEY_BYTES)
     if rest or count > KEYS_MAX:
         raise Malformed(f"keys of {len(blob)} bytes")
-    # Many at a time costs a quarter of slicing them out one by one.
+    if count <= _KEYS_AT_ONCE:
+        return _keys_of(count).unpack(blob)
+    # Many at a time costs half of slicing them out one by one.
     keys: list[BlockKey] = []
     for start in range(0, count, _KEYS_AT_ONCE):
         keys += _keys_of(min(_KEYS_AT_ONCE, count - start)).unpack_from(blob, start * KEY_BYTES)
     return tuple(keys)
 
 
-@lru_cache(maxsize=_KEYS_AT_ONCE)
+@lru_cache(maxsize=256)
 def _keys_of(count: int) -> struct.Struct:
     return struct.Struct(f"{KEY_BYTES}s" * count)
 

@@ -212,12 +212,14 @@ class Session:
 
     def _lease(self, body: memoryview) -> bytes:
         root, ttl_s, owner, keys = messages.unpack_lease(body)
-        self._space(root)
-        if len(self._leases) >= self._hosted.limits.leases:
+        if root not in self._spaces:
+            self._space(root)
+        limits = self._hosted.limits
+        if len(self._leases) >= limits.leases:
             self._leases = {number: lease for number, lease in self._leases.items() if not lease.ended}
-            if len(self._leases) >= self._hosted.limits.leases:
-                self._bound("store.host.leases", self._hosted.limits.leases, f"one for {owner!r} more")
-        ttl_s = min(ttl_s, self._hosted.limits.lease_s)
+            if len(self._leases) >= limits.leases:
+                self._bound("store.host.leases", limits.leases, f"one for {owner!r} more")
+        ttl_s = min(ttl_s, limits.lease_s)
         try:
             lease = self._store.lease(root, keys, owner=owner, ttl_s=ttl_s)
         except CapacityError as error:
@@ -230,9 +232,11 @@ class Session:
         if failed is None and ready < len(keys):
             lease.on_settled(functools.partial(self._tell_settled, number, lease))
         frames = cast("list[Frame]", lease.frames)
-        tiers = bytearray(_DRAM * len(frames))
-        for index in list(lease.missing):
-            tiers[index] = _SSD
+        tiers: bytes | bytearray = _DRAM * len(frames)
+        if lease.missing:
+            tiers = bytearray(tiers)
+            for index in list(lease.missing):
+                tiers[index] = _SSD
         offsets = array("Q", [frame.offset for frame in frames])
         generations = array("Q", [frame.generation for frame in frames])
         return messages.pack_leased(number, ttl_s, ready, failed, offsets, generations, tiers)

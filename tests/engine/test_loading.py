@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import random
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -13,8 +15,9 @@ import pytest
 
 from workmem.core.errors import EngineError, InvariantError
 from workmem.core.keys import BlockKey
-from workmem.core.layout import Namespace
+from workmem.core.layout import KVLayout, Namespace
 from workmem.core.outcomes import Lookup, MissReason
+from workmem.store.catalog import Promotion
 from workmem.store.contract import Lease, PageWrite, SaveState
 from workmem.testing.tiny_models import build_model
 
@@ -84,14 +87,18 @@ def test_layer_i_is_computed_while_layer_i_plus_1_arrives(
 class StuckLease:
     """A lease whose pages are for ever on their way, until told otherwise."""
 
-    def __init__(self, keys: tuple[BlockKey, ...]) -> None:
+    def __init__(self, keys: tuple[BlockKey, ...], layout: KVLayout) -> None:
         self.keys = keys
+        self.layout = layout
         self.ready = 0
         self.failed: MissReason | None = None
         self._callbacks: list[Callable[[], None]] = []
         self.released = 0
 
     def on_settled(self, callback: Callable[[], None]) -> None:
+        self._callbacks.append(callback)
+
+    def on_ready(self, callback: Callable[[], None]) -> None:
         self._callbacks.append(callback)
 
     def fail(self) -> None:
@@ -112,6 +119,7 @@ class SlowStore:
         self.promise = 0
 
     def register(self, namespace: Namespace) -> bytes:
+        self.layout = namespace.layout
         return namespace.root()
 
     def lookup(self, root: bytes, keys: Sequence[BlockKey]) -> Lookup:
@@ -120,7 +128,7 @@ class SlowStore:
 
     def lease(self, root: bytes, keys: Sequence[BlockKey], *, owner: str, ttl_s: float) -> Lease:
         self.promise = 0
-        lease = StuckLease(tuple(keys))
+        lease = StuckLease(tuple(keys), self.layout)
         self.leases.append(lease)
         return lease  # pyright: ignore[reportReturnType]
 
@@ -228,5 +236,163 @@ def test_a_client_that_leaves_while_its_pages_come_gives_the_lease_back(bench: M
                 break
             await asyncio.sleep(0.01)
         assert store.leases[0].released == 1
+
+    asyncio.run(run())
+
+
+@pytest.fixture
+def on_ssd(wide: Path, bench: Make, tmp_path: Path) -> Callable[[], Bench]:
+    """Bring `LONG` to ssd, restart, and give a world in which nothing but ssd has it."""
+
+    def restarted() -> Bench:
+        async def first() -> None:
+            world = bench(folder=wide, ssd=tmp_path / "ssd", dtype="fp32", vram_bytes="32MiB")
+            await world.ask(LONG)
+            await world.idle()
+            await world.engine.close()
+            assert world.store is not None
+            world.store.close()
+
+        asyncio.run(first())
+        return bench(folder=wide, ssd=tmp_path / "ssd", dtype="fp32", vram_bytes="32MiB")
+
+    return restarted
+
+
+LONG = [random.Random(2).randrange(256) for _ in range(10 * 16 + 4)]
+"""10 pages of half a MiB: several reads of a disk."""
+
+
+def hold_last_read(world: Bench, monkeypatch: pytest.MonkeyPatch, act: Callable[[], OSError | None]) -> None:
+    """Call `act` before the read that brings the last page of `LONG`; it fails with what `act` returns."""
+    assert world.store is not None
+    reader = world.store._reader
+    assert reader is not None
+    inner = reader._fill
+
+    def fill(run: list[Promotion], pages: list[memoryview]) -> OSError | None:
+        depth = world.store.pool.state.catalog.depth[run[-1].row]  # pyright: ignore[reportOptionalMemberAccess]
+        error = act() if depth == len(LONG) // 16 - 1 else None
+        return error or inner(run, pages)
+
+    monkeypatch.setattr(reader, "_fill", fill)
+
+
+def until(condition: Callable[[], bool]) -> bool:
+    """Wait on a thread that is not the event loop's; False if it does not come true."""
+    for _ in range(5000):
+        if condition():
+            return True
+        time.sleep(0.002)
+    return False
+
+
+def test_pages_reach_vram_while_the_disk_still_reads(
+    on_ssd: Callable[[], Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last read waits until pages of earlier ones are in vram: it would for ever if the copy began behind it."""
+    world = on_ssd()
+    seen: list[bool] = []
+
+    def wait_for_copies() -> None:
+        seen.append(until(lambda: world.engine.gauges()["load_pages_early_total"] > 0))
+
+    hold_last_read(world, monkeypatch, wait_for_copies)
+
+    async def run() -> None:
+        got = await world.ask(LONG)
+        assert seen == [True]
+        assert got.sources() == {"ssd": 160, "computed": 4}
+        await world.idle()
+        assert world.engine.gauges()["load_pages_total"] == 10
+        again = await world.ask(LONG, reuse=False)
+        assert again.tokens == got.tokens
+
+    asyncio.run(run())
+
+
+def test_a_page_that_the_disk_does_not_deliver_is_computed_and_those_before_it_are_used(
+    on_ssd: Callable[[], Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = on_ssd()
+
+    def fail() -> OSError:
+        until(lambda: world.engine.gauges()["load_pages_early_total"] > 0)
+        return OSError(errno.EIO, "a bad sector")
+
+    hold_last_read(world, monkeypatch, fail)
+
+    async def run() -> None:
+        got = await world.ask(LONG)
+        used = got.sources()["ssd"]
+        assert 0 < used < 160
+        assert got.usage.sources[1].reason is MissReason.UNAVAILABLE
+        gauges = world.engine.gauges()
+        assert gauges["computed_tokens_total"] == len(LONG) - used + len(got.tokens) - 1, (
+            "no step was in vain"
+        )
+        await world.idle()
+        again = await world.ask(LONG, reuse=False)
+        assert again.tokens == got.tokens
+
+    asyncio.run(run())
+
+
+def test_a_page_found_corrupt_while_others_are_still_read_is_computed(
+    on_ssd: Callable[[], Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy in vram is what counts: it is spoiled behind the store's own check."""
+    world = on_ssd()
+    inner = world.engine.thread.pages.copy_in
+    count = 0
+
+    def spoil(block: int, span: tuple[int, int], source: np.ndarray) -> np.ndarray:
+        nonlocal count
+        copy = inner(block, span, source)
+        count += 1
+        if count == 12:
+            copy[3] ^= 1
+        return copy
+
+    monkeypatch.setattr(world.engine.thread.pages, "copy_in", spoil)
+    hold_last_read(world, monkeypatch, lambda: until(lambda: count >= 12) and None)
+
+    async def run() -> None:
+        got = await world.ask(LONG)
+        assert got.sources() == {"ssd": 16, "computed": 148}
+        assert got.usage.sources[1].reason is MissReason.CORRUPT
+        assert world.engine.gauges()["load_pages_corrupt_total"] == 1
+        await world.idle()
+        again = await world.ask(LONG, reuse=False)
+        assert again.tokens == got.tokens
+
+    asyncio.run(run())
+
+
+def test_an_urgent_request_takes_the_place_of_one_whose_pages_still_come(bench: Make) -> None:
+    """Its load is broken off, not waited for: the disk may take long."""
+    store = SlowStore()
+    world = bench(store=store, vram_bytes="64KiB", batch_tokens=32)
+
+    async def run() -> None:
+        blocks = world.engine.thread.pool.block_count
+        size = (blocks - 1) * 16
+        store.promise = 3
+        waiting = asyncio.create_task(world.ask([1] * (size - 16), 16, priority=5))
+        while not store.leases:  # noqa: ASYNC110 - the engine runs on its own thread
+            await asyncio.sleep(0.001)
+        urgent = asyncio.create_task(world.ask([2] * (size - 16), 16, priority=0))
+        for _ in range(3000):
+            if store.leases[0].released:
+                break
+            await asyncio.sleep(0.002)
+        assert store.leases[0].released == 1
+        # What has been computed is let go of by a store that never finishes a save only when told to.
+        while not (urgent.done() and waiting.done()):
+            while store.queued:
+                store.queued.pop().done(SaveState.DROPPED)
+            await asyncio.sleep(0.002)
+        assert (await urgent).reason == (await waiting).reason == "length"
+        assert (await waiting).cached == 0
 
     asyncio.run(run())

@@ -18,7 +18,7 @@ BLOCK = 4
 class NoStore:
     """A fetcher below which there is nothing."""
 
-    def fetch(self, seq: Sequence, vram_blocks: int) -> bool:
+    def fetch(self, seq: Sequence, vram_blocks: int, *, in_place: bool) -> bool:
         seq.lookup_reason = MissReason.COLD
         return True
 

@@ -7,6 +7,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
@@ -61,6 +63,73 @@ def test_lease_given_back_while_its_pages_are_on_the_way(kit):
     again.lease(chain.root, chain.keys, owner="hasty", ttl_s=60).release()
     assert read_all(again, chain.root, chain.keys) == 30
     again.audit()
+
+
+def test_a_holder_hears_of_each_page_and_of_the_end(kit, monkeypatch):
+    chain = Chain(namespace(), 12)
+    store = kit.open()
+    chain.save(store)
+    store.close()
+    again = kit.open()
+    again.register(chain.space)
+    is_subscribed, inner = threading.Event(), again._reader._fill
+
+    def fill(run, pages):
+        assert is_subscribed.wait(30)
+        return inner(run, pages)
+
+    monkeypatch.setattr(again._reader, "_fill", fill)
+    lease = again.lease(chain.root, chain.keys, owner="watcher", ttl_s=60)
+    seen, settled = [], threading.Event()
+    lease.on_ready(lambda: seen.append(lease.ready))
+    lease.on_settled(settled.set)
+    is_subscribed.set()
+    assert settled.wait(30)
+    lease.on_ready(lambda: seen.append(-1))
+    assert seen[-1] == -1, "a lease that has settled says so at once"
+    assert seen[-2] == 12
+    assert seen[:-1] == sorted(set(seen[:-1]))
+    assert len(seen) > 2
+    lease.release()
+
+
+def test_a_lease_that_ends_early_tells_who_waits_for_its_pages(kit, monkeypatch):
+    chain = Chain(namespace(), 3)
+    store = kit.open()
+    chain.save(store)
+    store.close()
+    again = kit.open()
+    again.register(chain.space)
+    is_ended, inner = threading.Event(), again._reader._fill
+
+    def fill(run, pages):
+        assert is_ended.wait(30)
+        return inner(run, pages)
+
+    monkeypatch.setattr(again._reader, "_fill", fill)
+    lease = again.lease(chain.root, chain.keys, owner="late", ttl_s=60)
+    seen = []
+    lease.on_ready(lambda: seen.append(lease.failed))
+    again.pool.leases.end_leases()
+    is_ended.set()
+    assert seen == [MissReason.EXPIRED]
+
+
+def test_a_start_takes_the_memory_that_its_hits_will_need(kit, monkeypatch):
+    for name in ("_WARM_AHEAD_BYTES", "_WARM_LOW_BYTES"):
+        monkeypatch.setattr(f"workmem.store.store.{name}", 0)
+    chain = Chain(namespace(), 12)
+    store = kit.open()
+    chain.save(store)
+    store.close()
+    again = kit.open()
+    live = again.gauges()["store_ssd_live_bytes"]
+    assert live > 0
+    for _ in range(500):
+        if again.arena._warm_bytes >= live:
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"{again.arena._warm_bytes} of {live} bytes")
 
 
 def test_journal_torn_at_any_byte_of_its_end_serves_what_is_whole(kit):

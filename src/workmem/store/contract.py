@@ -88,6 +88,13 @@ class Lease(Protocol):
         """Call back once, when all pages are ready or one has failed (at once if so already)."""
         ...
 
+    def on_ready(self, callback: Callable[[], None]) -> None:
+        """Call back whenever `ready` has grown and a last time when settled (at once if so already).
+
+        Where progress is not known in between, the last time is the only one.
+        """
+        ...
+
     def page(self, index: int) -> memoryview:
         """Read-only bytes of page `index`, in place. Raises LeaseError after release."""
         ...

@@ -60,6 +60,9 @@ class PageLease:
         """Indices of pages that are still on their way."""
         self.lost: dict[int, MissReason] = {}
         self.callbacks: list[Callable[[], None]] = []
+        """To be called once, when it settles."""
+        self.listeners: list[Callable[[], None]] = []
+        """To be called whenever `ready` has grown."""
         self.ended = ""
         """Why the hold is gone; empty while it lasts."""
         self.released = False
@@ -82,6 +85,11 @@ class PageLease:
     def on_settled(self, callback: Callable[[], None]) -> None:
         """See `Lease.on_settled`."""
         if self._table.subscribe(self, callback):
+            callback()
+
+    def on_ready(self, callback: Callable[[], None]) -> None:
+        """See `Lease.on_ready`."""
+        if self._table.subscribe(self, callback, each_time=True):
             callback()
 
     def page(self, index: int) -> memoryview:

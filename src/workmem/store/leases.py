@@ -74,13 +74,13 @@ class LeaseTable:
             heapq.heappush(self._deadlines, (lease.deadline, self._lease_count, lease))
         return lease, started
 
-    def subscribe(self, lease: PageLease, callback: Callable[[], None]) -> bool:
-        """Keep `callback` for when `lease` settles; True if it has already."""
+    def subscribe(self, lease: PageLease, callback: Callable[[], None], *, each_time: bool = False) -> bool:
+        """Keep `callback` for when `lease` settles, or for each page too; True if it has settled already."""
         with self._state.outbox:
             if lease.is_settled:
                 return True
             if not lease.ended:
-                lease.callbacks.append(callback)
+                (lease.listeners if each_time else lease.callbacks).append(callback)
             return False
 
     def renew(self, lease: PageLease, ttl_s: float) -> None:
@@ -227,12 +227,19 @@ class LeaseTable:
                 ready += 1
         else:
             ready = end
-        lease.ready = ready
+        has_grown, lease.ready = ready > lease.ready, ready
         if lease.failed is None and ready in lease.lost:
             lease.failed = lease.lost[ready]
-        if lease.is_settled and lease.callbacks:
-            self._state.outbox.call(lease.callbacks)
-            lease.callbacks = []
+        if lease.is_settled:
+            self._tell(lease)
+        elif has_grown and lease.listeners:
+            self._state.outbox.call(lease.listeners)
+
+    def _tell(self, lease: PageLease) -> None:
+        """It has settled: call whoever waits, for the last time."""
+        if lease.callbacks or lease.listeners:
+            self._state.outbox.call([*lease.callbacks, *lease.listeners])
+            lease.callbacks, lease.listeners = [], []
 
     def _lose(self, promotion: Promotion, reason: MissReason) -> None:
         state, row = self._state, promotion.row
@@ -255,8 +262,8 @@ class LeaseTable:
         self._state.unpin(lease.frames)
         if how != "released" and not lease.is_settled:
             lease.failed = MissReason.EXPIRED
-            self._state.outbox.call(lease.callbacks)
-        lease.callbacks = []
+            self._tell(lease)
+        lease.callbacks, lease.listeners = [], []
 
     def _tidy_deadlines(self) -> None:
         """Drop ended leases that a longer-lived one keeps from surfacing, so the heap stays in proportion."""

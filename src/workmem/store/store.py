@@ -38,6 +38,8 @@ from workmem.store.writer import WriterThread
 _WARM_AHEAD_BYTES = 256 * 2**20
 _WARM_LOW_BYTES = 64 * 2**20
 """Below this it is taken even beside a load, which it slows: touching memory costs more than filling it."""
+_WARM_RESTART_BYTES = 2**30
+"""Most that is taken at a start for what ssd holds: hits after a restart bring that back."""
 _WARM_TICK_BYTES = 64 * 2**20
 """Per tick: memory is taken at up to 256 MiB/s, ahead of use, without a burst at the start."""
 CLOSE_S = 10.0
@@ -61,7 +63,7 @@ class Store:
         self._config = config
         self._clock = clock or SystemClock()
         self._closed = False
-        self._moved = 0
+        self._moved = self._restored_bytes = 0
         self._close_lock = threading.Lock()
         dram_bytes = parse_bytes(config.dram.bytes, "$.store.dram.bytes")
         ssd_bytes = parse_bytes(config.ssd.bytes, "$.store.ssd.bytes")
@@ -86,6 +88,7 @@ class Store:
         if self._tier is not None:
             self._pool.state.wants_writes = True
             index = self._tier.index
+            self._restored_bytes = min(index.live_bytes, _WARM_RESTART_BYTES)
             self._pool.leases.extent_of = index.extent
             self._reader = ReaderThreads(
                 self._pool, index, self._breaker, self._clock, sink, config.ssd.readers
@@ -256,11 +259,17 @@ class Store:
         self._pool.state.reads_ssd = not self._breaker.reads_open
 
     def _warm(self) -> None:
-        """Take memory ahead of use: while nothing moves, or where too little of it is left."""
+        """Take memory ahead of use: while nothing moves, or where too little of it is left.
+
+        What ssd held at the start is expected back, and a read into untouched memory takes half as long again.
+        """
         counts, reached = self._pool.state.counts, self._pool.state.frames.reached_bytes
         moved = counts["leases"] + counts["promoted"] + counts["saves"]
         is_idle, self._moved = moved == self._moved, moved
-        self._arena.warm(reached + (_WARM_AHEAD_BYTES if is_idle else _WARM_LOW_BYTES), _WARM_TICK_BYTES)
+        wanted = (
+            max(reached + _WARM_AHEAD_BYTES, self._restored_bytes) if is_idle else reached + _WARM_LOW_BYTES
+        )
+        self._arena.warm(wanted, _WARM_TICK_BYTES)
 
     def audit(self) -> None:
         """Check the ledger and every link of the index. Raises InvariantError; for tests."""

@@ -69,6 +69,7 @@ class EngineThread:
         self._ready = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
         self._stopping = False
+        self._is_woken = False
         self._ended = False
         self._steps = 0
         self._tokens_computed = 0
@@ -118,6 +119,7 @@ class EngineThread:
             "load_slices_overlapped_total": load.overlapped,
             "load_layers_waited_total": load.waited,
             "load_pages_total": load.pages,
+            "load_pages_early_total": load.early,
             "load_pages_corrupt_total": load.corrupt,
             "reuse_disabled": float(self._reuse_off),
             "engine_alive": float(self._thread.is_alive()),
@@ -163,6 +165,7 @@ class EngineThread:
 
     @torch.inference_mode()
     def _step(self) -> bool:
+        self._book_lost_loads()
         work = self.scheduler.plan(self._clock.monotonic())
         for seq, error in self.scheduler.failed:
             self._end(seq, error)
@@ -198,11 +201,7 @@ class EngineThread:
     def _settle(self, item: Work) -> bool:
         """Book what the step computed. False where a bad page made the result void."""
         seq = item.seq
-        failed = self._restorer.settle(seq)
-        if failed is not None:
-            seq.computed = failed * seq.block_tokens
-            seq.restored = min(seq.restored, failed)
-            self.output.lost(seq, failed)
+        if not self._settle_load(seq):
             return False
         if not self._restorer.still_holds(seq):
             self._end_lost(seq)
@@ -215,6 +214,21 @@ class EngineThread:
         self.scheduler.computed(seq, item.start + item.count)
         self._saver.offer(seq)
         return True
+
+    def _settle_load(self, seq: Sequence) -> bool:
+        """End the load that `seq` was waiting for, if any. False where it was not whole: the rest is computed."""
+        failed = self._restorer.settle(seq)
+        if failed is None:
+            return True
+        self.scheduler.lost(seq, failed)
+        self.output.lost(seq, failed)
+        return False
+
+    def _book_lost_loads(self) -> None:
+        """Whose load has ended short before a step of theirs began computes what is missing."""
+        for seq in self.scheduler.running:
+            if seq.gate is not None and seq.gate.finished and seq.gate.failed_at is not None:
+                self._settle_load(seq)
 
     def _end(self, seq: Sequence, error: EngineError) -> None:
         self.scheduler.finish(seq)
@@ -274,10 +288,13 @@ class EngineThread:
 
     def _wake(self) -> None:
         with self._ready:
+            self._is_woken = True
             self._ready.notify_all()
 
     def _sleep(self) -> None:
         """Until something arrives; a lease that settles wakes us, a save that somebody waits for does not."""
         with self._ready:
-            if not self._inbox and not self._stopping:
+            if not self._inbox and not self._stopping and not self._is_woken:
                 self._ready.wait(_SPILL_POLL_SECONDS if self._restorer.awaits_saves else _IDLE_SECONDS)
+            # What came between the last look and now is looked at next, not slept over.
+            self._is_woken = False

@@ -1,29 +1,39 @@
-"""Pages on their way from dram into vram, slice by slice, while the engine already computes.
+"""Pages on their way into vram: page by page while the disk still reads, slice by slice while the engine computes.
 
-A `LoadGate` stands between the loader thread and the forward pass: attention of layer i waits only for
-the slice that carries layer i. Each slice is checked on the copy in vram (rules R3, R6). If a page fails
-its check the gate says from which block on nothing may be used, and the step's result for that request
-is thrown away.
+A `LoadGate` stands between the loader thread and the forward pass. Pages that come from ssd are copied as
+they reach dram, so that little is left to copy when the last one has. From then on a step may begin, and its
+attention of layer i waits only for the slice that carries layer i. Everything is checked on the copy in
+vram (rules R3, R6). If a page fails its check or does not arrive, the gate says from which block on nothing
+may be used; the result of a step that has begun by then is thrown away.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import xxhash
 
 from workmem.core.errors import LeaseError
+from workmem.core.outcomes import MissReason
 
 if TYPE_CHECKING:
     from workmem.engines.embedded.kv_pages import KVPages
     from workmem.store.contract import Lease
 
 _LOG = logging.getLogger(__name__)
+
+
+class _Page(NamedTuple):
+    """A leased page, and the sums its slices must have."""
+
+    source: np.ndarray
+    wanted: tuple[int, ...]
 
 
 class LoadGate:
@@ -33,13 +43,25 @@ class LoadGate:
         self.lease = lease
         self.first = first
         self.blocks = blocks
+        self.copied = 0
+        """Leading pages that are in place whole; the loader's."""
         self.failed_at: int | None = None
         """Index into `blocks` of the first page that failed; valid once `finished`."""
+        self.reason = MissReason.CORRUPT
+        """Why it failed."""
+        self.is_abandoned = False
+        """Nobody wants the pages any more."""
         self._counters = counters
         self._done = 0
+        self._is_queued = False
         self._change = threading.Condition()
         self.computing = False
         """Set when the forward pass that uses these blocks has begun."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a step may begin: no page has to come from a disk any more."""
+        return self.lease.ready >= self.first + len(self.blocks)
 
     @property
     def finished(self) -> bool:
@@ -71,15 +93,37 @@ class LoadGate:
                 self._counters.overlapped += 1
             self._change.notify_all()
 
+    def fail(self, at: int, reason: MissReason) -> None:
+        """Loader: pages from `at` on are not to be had, and nothing more will come."""
+        with self._change:
+            self.failed_at, self.reason = at, reason
+            self._done = self.lease.layout.slice_count
+            self._change.notify_all()
+
+    def queue(self) -> bool:
+        """Whether the loader has to be told: it has not been since it last looked."""
+        with self._change:
+            was_queued, self._is_queued = self._is_queued, True
+            return not was_queued
+
+    def unqueue(self) -> None:
+        """Loader: it looks now."""
+        with self._change:
+            self._is_queued = False
+
 
 class LoadCounters:
-    """Slices loaded, slices that arrived while earlier layers were computed, and layers that had to wait."""
+    """What was loaded, and what of it behind what else."""
 
     def __init__(self) -> None:
         self.slices = 0
         self.overlapped = 0
+        """Slices that arrived while earlier layers were computed."""
         self.waited = 0
+        """Layers that had to wait."""
         self.pages = 0
+        self.early = 0
+        """Pages that were in vram before the last one of their load was in dram."""
         self.corrupt = 0
 
 
@@ -95,48 +139,113 @@ class PageLoader:
         self._thread.start()
 
     def load(self, lease: Lease, first: int, blocks: list[int]) -> LoadGate:
-        """Start copying pages `first`, `first` + 1, ... of `lease` into `blocks`. The gate ends by itself."""
+        """Start copying pages `first`, `first` + 1, ... of `lease` into `blocks`, also such as are still to come.
+
+        The gate ends by itself, when the lease has settled at the latest.
+        """
         gate = LoadGate(lease, first, blocks, self.counters)
-        self._jobs.put(gate)
+        if gate.is_open:
+            self._look_at(gate)
+        else:
+            lease.on_ready(lambda: self._look_at(gate))
+            # Those that are here already need not wait for the next one to arrive.
+            self._look_at(gate)
         return gate
+
+    def abandon(self, gate: LoadGate) -> None:
+        """End a load that nobody wants any more; on return its blocks are left alone."""
+        gate.is_abandoned = True
+        self._look_at(gate)
+        gate.wait()
 
     def close(self) -> None:
         """Finish what is queued and stop."""
         self._jobs.put(None)
         self._thread.join()
 
+    def _look_at(self, gate: LoadGate) -> None:
+        if gate.queue():
+            self._jobs.put(gate)
+
     def _run(self) -> None:
         while (gate := self._jobs.get()) is not None:
+            gate.unqueue()
+            if gate.finished:
+                continue
             try:
                 self._load(gate)
             except Exception:  # noqa: BLE001 - thread main: whatever went wrong, whoever waits at the gate must hear of it
                 _LOG.exception("loading pages failed; their tokens are computed")
-                gate.failed_at = 0
-                gate.arrive(gate.lease.layout.slice_count - 1)
-            self._wake()
+                gate.fail(0, MissReason.CORRUPT)
+            if gate.finished:
+                self._wake()
 
     def _load(self, gate: LoadGate) -> None:
-        layout = gate.lease.layout
-        usable = len(gate.blocks)
+        # In this order: what is ready when the lease has failed is all that ever will be.
+        lost = gate.lease.failed
         try:
-            sources = [np.frombuffer(gate.lease.page(gate.first + i), dtype=np.uint8) for i in range(usable)]
-            wanted = [gate.lease.checksums(gate.first + i) for i in range(usable)]
+            if not gate.is_open:
+                self._load_pages(gate)
+            if gate.is_open and not gate.finished:
+                self._load_slices(gate)
         except LeaseError:
-            usable, sources, wanted = 0, [], []
-        for slice_index in range(layout.slice_count):
-            start, end = layout.slice_span(slice_index)
-            for i in range(usable):
-                copy = self._pages.copy_in(gate.blocks[i], (start, end), sources[i][start:end])
-                if xxhash.xxh3_64_intdigest(copy.data) != wanted[i][slice_index]:
-                    gate.lease.quarantine(gate.first + i)
-                    self.counters.corrupt += 1
-                    usable = i
+            lost = MissReason.EXPIRED
+        if gate.is_abandoned or lost is not None:
+            self._end_short(gate, gate.copied, lost or MissReason.EXPIRED)
+
+    def _load_pages(self, gate: LoadGate) -> None:
+        """Bring in whole pages as far as they have come; more are on their way to dram."""
+        while gate.copied < gate.lease.ready - gate.first and not (gate.is_abandoned or gate.is_open):
+            page = self._page(gate, gate.copied)
+            if not all(self._bring(gate, gate.copied, page, part) for part in range(len(page.wanted))):
+                self._pages.clear(gate.blocks[gate.copied])
+                self._end_short(gate, gate.copied, MissReason.CORRUPT)
+                return
+            gate.copied += 1
+            self.counters.early += 1
+
+    def _load_slices(self, gate: LoadGate) -> None:
+        """Bring in the rest, the first layers of all pages first: the step that needs them may have begun."""
+        first, usable = gate.copied, len(gate.blocks)
+        pages = [self._page(gate, index) for index in range(first, usable)]
+        last = gate.lease.layout.slice_count - 1
+        for part in range(last + 1):
+            for index in range(first, usable):
+                if gate.is_abandoned:
+                    return
+                if not self._bring(gate, index, pages[index - first], part):
+                    usable = index
                     break
-            if usable < len(gate.blocks):
-                gate.failed_at = usable
-                if slice_index + 1 == layout.slice_count:
-                    # Half a page of somebody's bytes may read as NaN, which even a masked product would spread.
-                    for block in gate.blocks[usable:]:
-                        self._pages.clear(block)
-            gate.arrive(slice_index)
-        self.counters.pages += usable
+            if part < last:
+                gate.arrive(part)
+        gate.copied = usable
+        if usable == len(gate.blocks):
+            self.counters.pages += usable
+            gate.arrive(last)
+            return
+        # Half a page of somebody's bytes may read as NaN, which even a masked product would spread.
+        for block in gate.blocks[usable:]:
+            self._pages.clear(block)
+        self._end_short(gate, usable, MissReason.CORRUPT)
+
+    def _end_short(self, gate: LoadGate, usable: int, reason: MissReason) -> None:
+        if not gate.finished:
+            self.counters.pages += usable
+            gate.fail(usable, reason)
+
+    @staticmethod
+    def _page(gate: LoadGate, index: int) -> _Page:
+        number = gate.first + index
+        return _Page(np.frombuffer(gate.lease.page(number), dtype=np.uint8), gate.lease.checksums(number))
+
+    def _bring(self, gate: LoadGate, index: int, page: _Page, part: int) -> bool:
+        """Copy one slice of a page; whether the copy is what was stored. If not, the page leaves service."""
+        start, end = gate.lease.layout.slice_span(part)
+        copy = self._pages.copy_in(gate.blocks[index], (start, end), page.source[start:end])
+        if xxhash.xxh3_64_intdigest(copy.data) == page.wanted[part]:
+            return True
+        self.counters.corrupt += 1
+        # A lease that has ended meanwhile can accuse nobody.
+        with contextlib.suppress(LeaseError):
+            gate.lease.quarantine(gate.first + index)
+        return False

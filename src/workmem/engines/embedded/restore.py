@@ -1,7 +1,8 @@
 """Between the scheduler and the store: leases on what a waiting request can reuse, loads, and spills.
 
-A request that waits has its pages brought from ssd to dram meanwhile, so other requests' compute hides
-the disk; the copy from dram to vram then runs beside its own first step, layer by layer (`loading`).
+A request whose pages are on ssd is admitted at once: they are copied on into vram as they reach dram, behind
+other requests' compute, and its own first step begins with the last one. What is in dram already is copied
+beside that step, layer by layer (`loading`).
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ class Restorer:
         """Whether a request cannot go on before pages of its own are in dram."""
         return bool(self._spill_waits)
 
-    def fetch(self, seq: Sequence, vram_blocks: int) -> bool:
+    def fetch(self, seq: Sequence, vram_blocks: int, *, in_place: bool) -> bool:
         """See `Fetcher.fetch`."""
         if seq.lease is not None:
-            if seq.lease.ready < len(seq.lease.keys) and seq.lease.failed is None:
+            if in_place and not self._is_settled(seq.lease):
                 return False
             if seq.lease_start <= vram_blocks:
                 return True
@@ -73,7 +74,7 @@ class Restorer:
         if seq.reuse_denied and vram_blocks + count >= seq.reuse_denied:
             reason = seq.denied_reason
         seq.lookup_reason = reason
-        return seq.lease is None or self._is_settled(seq.lease)
+        return seq.lease is None or not in_place or self._is_settled(seq.lease)
 
     def _lease(self, seq: Sequence, keys: list[BlockKey], start: int) -> None:
         """Hold as many of `keys` as dram has room for."""
@@ -98,9 +99,11 @@ class Restorer:
         """See `Fetcher.fetched`."""
         if seq.lease is None:
             return 0
+        count = len(seq.lease.keys)
         if seq.lease.failed is not None:
             seq.lookup_reason = seq.lease.failed
-        return max(0, min(seq.lease_start + seq.lease.ready, seq.reusable_blocks) - vram_blocks)
+            count = seq.lease.ready
+        return max(0, min(seq.lease_start + count, seq.reusable_blocks) - vram_blocks)
 
     def restore(self, seq: Sequence, vram_blocks: int, blocks: list[int]) -> None:
         """See `Fetcher.restore`."""
@@ -191,9 +194,10 @@ class Restorer:
         return True
 
     def settle(self, seq: Sequence) -> int | None:
-        """After the step that used a load: give the lease back. Returns the first bad block, or None.
+        """After the step that used a load, or one that ended short before: give the lease back.
 
-        Blocks of the sequence from that one on hold nothing usable, and the step's result is void.
+        Returns the first bad block, or None. Blocks of the sequence from that one on hold nothing usable, and
+        the step's result is void.
         """
         gate = seq.gate
         if gate is None:
@@ -204,14 +208,14 @@ class Restorer:
         if gate.failed_at is not None:
             failed = len(seq.table) if not gate.blocks else seq.table.index(gate.blocks[0]) + gate.failed_at
             seq.reuse_denied = max(failed, 1)
-            seq.denied_reason = MissReason.CORRUPT
+            seq.denied_reason = gate.reason
         self._release(seq)
         return failed
 
     def forget(self, seq: Sequence) -> None:
         """See `Fetcher.forget`."""
         if seq.gate is not None:
-            seq.gate.wait()
+            self._loader.abandon(seq.gate)
             seq.gate = None
         self._release(seq)
         for lease in {id(lease): lease for lease, _ in seq.spilled}.values():

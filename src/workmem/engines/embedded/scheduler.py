@@ -22,7 +22,7 @@ from workmem.engines.embedded.sequence import Phase, Sequence
 
 BYPASS_MAX = 64
 LEASES_WAITING_MAX = 16
-"""Waiting requests that may hold a lease on dram at a time."""
+"""Requests that may hold a lease on dram at a time before they are computed."""
 
 
 class Verdict(StrEnum):
@@ -30,7 +30,7 @@ class Verdict(StrEnum):
 
     ADMITTED = "admitted"
     FETCHING = "fetching"
-    """Its blocks are on their way to dram."""
+    """Its blocks, to be read there in place, are on their way to dram; or others hold the leases there may be."""
     PENDING = "pending"
     """Another request is computing the very blocks it needs next: compute once."""
     NO_ROOM = "no_room"
@@ -39,19 +39,22 @@ class Verdict(StrEnum):
 class Fetcher(Protocol):
     """The engine's side of admission: blocks below vram. Implemented by `restore.Restorer`."""
 
-    def fetch(self, seq: Sequence, vram_blocks: int) -> bool:
+    def fetch(self, seq: Sequence, vram_blocks: int, *, in_place: bool) -> bool:
         """See that `seq` holds a lease on what the store has behind its first `vram_blocks` blocks.
 
-        False while pages are still on their way.
+        False while pages that are to be read `in_place` in dram are still on their way.
         """
         ...
 
     def fetched(self, seq: Sequence, vram_blocks: int) -> int:
-        """Blocks the lease offers behind the first `vram_blocks`."""
+        """Blocks the lease offers behind the first `vram_blocks`, those on their way included."""
         ...
 
     def restore(self, seq: Sequence, vram_blocks: int, blocks: list[int]) -> None:
-        """Start moving leased pages into `blocks`, the sequence's blocks from `vram_blocks` on."""
+        """Start moving leased pages into `blocks`, the sequence's blocks from `vram_blocks` on.
+
+        The sequence has a `gate` from then on and is computed when that is open.
+        """
         ...
 
     def attach(self, seq: Sequence) -> int:
@@ -63,7 +66,7 @@ class Fetcher(Protocol):
         ...
 
     def forget(self, seq: Sequence) -> None:
-        """Give back every lease of `seq`; waits for a load under way."""
+        """Give back every lease of `seq`; ends a load under way."""
         ...
 
 
@@ -139,6 +142,8 @@ class Scheduler:
         decodes: list[Work] = []
         prefills: list[Sequence] = []
         for seq in self.running:
+            if seq.is_loading:
+                continue
             left = len(seq.tokens) - seq.computed
             if left == 1 and seq.output_len > 0:
                 if self._grow(seq, seq.computed + 1):
@@ -166,9 +171,18 @@ class Scheduler:
                 del self._computing[key]
         seq.computed = upto
 
+    def lost(self, seq: Sequence, blocks: int) -> None:
+        """Blocks of `seq` from `blocks` on are not what was to be loaded into them: it computes them."""
+        seq.computed = blocks * self._block_tokens
+        seq.restored = min(seq.restored, blocks)
+        self._claim(seq, blocks)
+
     def preempt(self, victim: Sequence, *, by: str, reason: str) -> None:
         """Back to the queue with everything it has generated; its cached blocks wait for it."""
         self.running.remove(victim)
+        if victim.gate is not None:
+            # Nothing of what was on its way has been used: what it finds the next time is what counts.
+            victim.admitted_at = None
         self._give_back(victim)
         victim.phase = Phase.WAITING
         victim.computed = victim.named = 0
@@ -181,6 +195,7 @@ class Scheduler:
     def _admit(self, now: float) -> None:
         passed: list[Sequence] = []
         leases = sum(1 for seq in self.waiting if seq.lease is not None)
+        leases += sum(1 for seq in self.running if seq.is_loading)
         for seq in list(self.waiting):
             if len(self.running) >= self._running_max and not self._preempt_for(seq, slots=1):
                 break
@@ -188,7 +203,7 @@ class Scheduler:
             verdict = self._try_admit(seq, now, may_lease=had_lease or leases < LEASES_WAITING_MAX)
             if verdict is Verdict.NO_ROOM and self._preempt_for(seq, slots=0):
                 verdict = self._try_admit(seq, now, may_lease=True)
-            leases += (seq.phase is Phase.WAITING and seq.lease is not None) - had_lease
+            leases += (seq.is_loading or (seq.phase is Phase.WAITING and seq.lease is not None)) - had_lease
             if verdict is Verdict.ADMITTED:
                 for other in passed:
                     other.bypassed += 1
@@ -213,7 +228,7 @@ class Scheduler:
             return Verdict.NO_ROOM
         if oversize and seq.total_blocks + self._spilling_blocks() > self._dram_blocks:
             return Verdict.NO_ROOM
-        if not may_lease or not self._fetcher.fetch(seq, len(hits)):
+        if not may_lease or not self._fetcher.fetch(seq, len(hits), in_place=oversize):
             return Verdict.FETCHING
         covered = len(hits) + self._fetcher.fetched(seq, len(hits))
         if covered < len(reusable) and reusable[covered] in self._computing:
@@ -268,11 +283,15 @@ class Scheduler:
                     queued_s=now - seq.arrived,
                 )
             )
-        if seq.request.reuse:
-            for key in seq.keys[len(hits) + offered :]:
-                self._computing.setdefault(key, seq)
+        self._claim(seq, len(hits) + offered)
         self.waiting.remove(seq)
         self.running.append(seq)
+
+    def _claim(self, seq: Sequence, first: int) -> None:
+        """Who needs blocks of `seq` from `first` on, which it computes, may wait for them."""
+        if seq.request.reuse:
+            for key in seq.keys[first:]:
+                self._computing.setdefault(key, seq)
 
     def outstanding(self) -> int:
         """Blocks promised to running sequences and not yet taken."""

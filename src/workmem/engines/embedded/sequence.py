@@ -95,6 +95,11 @@ class Sequence:
         return self.request.id
 
     @property
+    def is_loading(self) -> bool:
+        """Admitted, but pages of it still have to come from below dram."""
+        return self.gate is not None and not self.gate.is_open
+
+    @property
     def order(self) -> tuple[int, float, str]:
         """Sort key: lower runs earlier."""
         return (self.request.priority, self.arrived, self.request.id)

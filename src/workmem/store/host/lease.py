@@ -108,6 +108,10 @@ class HostLease:
                 return
         callback()
 
+    def on_ready(self, callback: Callable[[], None]) -> None:
+        """See `Lease.on_ready`. The host tells of the end alone."""
+        self.on_settled(callback)
+
     def page(self, index: int) -> memoryview:
         """See `Lease.page`. Copies nothing. A copy counts if `checksums`, taken before, agree with it."""
         link, offset = self._held(index)

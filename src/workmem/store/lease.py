@@ -32,6 +32,7 @@ class PageLease:
         "ended",
         "failed",
         "frames",
+        "listeners",
         "lost",
         "missing",
         "owner",

@@ -1,4 +1,4 @@
-"""Builds and binds `paged_attention.c`. Where there is no C compiler, torch does the same work slower.
+"""Builds and binds `paged_attention.c` and `decode_step.c`. Where there is no C compiler, torch does the same work slower.
 
 The library is compiled once per machine for its own instruction set and kept in a cache folder under the
 digest of source, compiler and processor. It leaves OpenMP's symbols open and binds to the runtime torch
@@ -21,8 +21,14 @@ import numpy as np
 import torch
 
 _LOG = logging.getLogger(__name__)
-_SOURCE = Path(__file__).with_name("paged_attention.c")
-_FLAGS = ("-O3", "-march=native", "-ffast-math", "-fopenmp", "-fPIC", "-std=gnu11")
+_FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-std=gnu11")
+_SOURCES = {
+    "paged_attention.c": ("-ffast-math",),
+    # No -ffast-math: the order of its sums is a promise.
+    "decode_step.c": ("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
+}
+_HEADER = "kernels.h"
+_HERE = Path(__file__).parent
 SPLIT_TOKENS = 256
 RUN_QUERIES_MAX = 512
 _BUILD_SECONDS_MAX = 120
@@ -71,7 +77,15 @@ class NativeKernel:
         self._rms_norm = library.workmem_rms_norm
         self._rms_norm.argtypes = [pointer] * 3 + [i64] * 2 + [f32]
         self._rms_norm.restype = None
+        self._decode = library.workmem_decode
+        self._decode.argtypes = [pointer, pointer, i64, i64]
+        self._decode.restype = i32
         self._scratch = torch.empty(0)
+
+    def decode(self, model: ctypes.Structure, step: ctypes.Structure, first: int, last: int) -> None:
+        """Layers [first, last) of a decode step; see `decode_step.c` for the structures."""
+        if self._decode(ctypes.byref(model), ctypes.byref(step), first, last) != 0:
+            raise ValueError("the decode kernel does not support a model of these sizes, or as many rows")
 
     def attend(
         self,
@@ -197,17 +211,22 @@ def advise_huge_pages(address: int, length: int) -> None:
 
 
 def _build(compiler: str, cache_dir: Path) -> Path:
-    source = _SOURCE.read_bytes()
-    identity = b"\0".join([source, compiler.encode(), " ".join(_FLAGS).encode(), _processor()])
-    target = cache_dir / f"paged-attention-{hashlib.sha256(identity).hexdigest()[:24]}.so"
+    texts = [(_HERE / name).read_bytes() for name in (_HEADER, *_SOURCES)]
+    flags = " ".join([*_FLAGS, *(flag for more in _SOURCES.values() for flag in more)])
+    identity = b"\0".join([*texts, compiler.encode(), flags.encode(), _processor()])
+    target = cache_dir / f"kernels-{hashlib.sha256(identity).hexdigest()[:24]}.so"
     if target.exists():
         return target
     cache_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache_dir) as work:
-        built_object, built = Path(work) / "kernel.o", Path(work) / "kernel.so"
+        objects = [str(Path(work) / f"{name}.o") for name in _SOURCES]
+        built = Path(work) / "kernels.so"
         for step in (
-            [compiler, *_FLAGS, "-c", str(_SOURCE), "-o", str(built_object)],
-            [compiler, "-shared", str(built_object), "-o", str(built), "-lm"],
+            *(
+                [compiler, *_FLAGS, *more, "-c", str(_HERE / name), "-o", target_object]
+                for (name, more), target_object in zip(_SOURCES.items(), objects, strict=True)
+            ),
+            [compiler, "-shared", *objects, "-o", str(built), "-lm"],
         ):
             done = subprocess.run(  # noqa: S603 - the compiler this machine's PATH names
                 step, capture_output=True, text=True, timeout=_BUILD_SECONDS_MAX, check=False

@@ -14,41 +14,11 @@
  * Where new K and V are given (fp32 [rows][kv heads][dim], else null), they are first stored as each row's last
  * token: small torch operators cost more than the work they do here.
  */
-#include <stdint.h>
-#include <string.h>
+#include "kernels.h"
 
-#define SPLIT_TOKENS 256
-#define HEADS_MAX 128
-#define DIM_MAX 256
-#define WIDE_FLOATS 16384 /* K or V widened at a time: kv heads x dim x tokens */
-#define BLOCK_MAX 64
-#define LANES 8
-#define LINE_BYTES 64
 #define TILE_TOKENS 16
 #define TILE_QUERIES 6
 #define RUN_QUERIES_MAX 512 /* rows x group of a run */
-
-typedef float lanes __attribute__((vector_size(LANES * 4), aligned(4)));
-typedef uint32_t lanes_u32 __attribute__((vector_size(LANES * 4)));
-typedef uint16_t lanes_u16 __attribute__((vector_size(LANES * 2), aligned(2)));
-
-static inline float exp_fast(float x) { /* relative error below 2e-7 for x in [-87, 0] */
-    float y = x * 1.44269504088896341f;
-    y = y < -126.0f ? -126.0f : y;
-    float whole = __builtin_floorf(y);
-    float f = (y - whole) * 0.693147180559945f;
-    float p = 1.0f + f * (1.0f + f * (0.5f + f * (0.166666667f + f * (0.0416666667f
-            + f * (0.00833333333f + f * (0.00138888889f + f * 0.000198412698f))))));
-    union { int32_t i; float f; } scale;
-    scale.i = ((int32_t)whole + 127) << 23;
-    return p * scale.f;
-}
-
-static inline float sum_lanes(lanes v) {
-    float total = 0.0f;
-    for (int i = 0; i < LANES; i++) total += v[i];
-    return total;
-}
 
 /* `count` values of K or V as fp32. */
 static inline void widen(const char *source, int is_bf16, int64_t count, float *out) {
@@ -61,11 +31,6 @@ static inline void widen(const char *source, int is_bf16, int64_t count, float *
         lanes_u32 bits = __builtin_convertvector(in, lanes_u32) << 16;
         *(lanes *)(out + at) = (lanes)bits;
     }
-}
-
-static inline lanes widen_lanes(const char *source, int is_bf16) {
-    if (!is_bf16) return *(const lanes *)source;
-    return (lanes)(__builtin_convertvector(*(const lanes_u16 *)source, lanes_u32) << 16);
 }
 
 /* Rows become columns: 8 tokens of 8 dims each, `step` bytes apart, into out[dim][TILE_TOKENS]. */
@@ -129,13 +94,7 @@ static inline void accumulate(const float *weight, const float *value, int64_t s
     }
 }
 
-typedef struct {
-    int64_t k_offset, v_offset;
-    int block_tokens, kv_heads, group, dim, is_bf16;
-    float scale;
-} shape;
-
-static void attend_split(const float *q, const int64_t *pages, int64_t begin, int64_t end, const shape *s, float *out) {
+void attend_split(const float *q, const int64_t *pages, int64_t begin, int64_t end, const shape *s, float *out) {
     float score[HEADS_MAX][BLOCK_MAX], peak[HEADS_MAX], total[HEADS_MAX];
     float wide[WIDE_FLOATS];
     int heads = s->kv_heads * s->group, dim = s->dim;
@@ -303,8 +262,7 @@ static void attend_run(const float *q, const int64_t *pages, int64_t begin, int6
     }
 }
 
-/* The union of `splits` parts, `slot` floats apart, for `count` queries of [dim + 2] floats each, into out[count][dim]. */
-static void merge_splits(const float *parts, int64_t splits, int64_t slot, int count, int dim, float *out) {
+void merge_splits(const float *parts, int64_t splits, int64_t slot, int count, int dim, float *out) {
     for (int i = 0; i < count; i++) {
         float peak = -3.0e38f, total = 0.0f;
         float *result = out + (int64_t)i * dim;
@@ -319,20 +277,6 @@ static void merge_splits(const float *parts, int64_t splits, int64_t slot, int c
         }
         float inverse = 1.0f / total;
         for (int d = 0; d < dim; d++) result[d] *= inverse;
-    }
-}
-
-/* fp32 -> bf16, to nearest, ties to even: what torch does. */
-static void store_row(const float *from, int is_bf16, int64_t count, char *to) {
-    if (!is_bf16) {
-        memcpy(to, from, (size_t)count * sizeof(float));
-        return;
-    }
-    uint16_t *out = (uint16_t *)to;
-    for (int64_t i = 0; i < count; i++) {
-        union { float f; uint32_t i; } bits;
-        bits.f = from[i];
-        out[i] = (uint16_t)((bits.i + 0x7fffu + ((bits.i >> 16) & 1u)) >> 16);
     }
 }
 

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
+from workmem.engines.embedded import decode_step
 from workmem.engines.embedded.attention import Context, DecodeRows, Piece, Step
+from workmem.engines.embedded.decode_step import DecodeStep
 from workmem.engines.embedded.native import RowPages
 from workmem.engines.embedded.scheduler import Work
 from workmem.engines.embedded.sequence import Sequence
@@ -31,7 +33,15 @@ class Runner(Protocol):
 class PackedRunner:
     """The fast mode: all tokens of the step in one pass, decoding rows last."""
 
-    def __init__(self, model: Any, pages: KVPages, kernel: NativeKernel | None, device: str) -> None:
+    def __init__(
+        self,
+        model: Any,
+        pages: KVPages,
+        kernel: NativeKernel | None,
+        device: str,
+        decode: DecodeStep | None = None,
+    ) -> None:
+        """`decode` computes steps in which every request decodes; without it the model's modules do."""
         self._model = model
         self._pages = pages
         layout = pages.layout
@@ -46,9 +56,17 @@ class PackedRunner:
             else 0
         )
         self._device = device
+        self._decode = decode if usable else None
 
     def run(self, work: list[Work]) -> torch.Tensor:
         """See `Runner.run`."""
+        if self._decode is not None and len(work) <= decode_step.ROWS_MAX and all(w.is_decode for w in work):
+            return self._decode.run(
+                [item.seq.tokens[item.start] for item in work],
+                [item.start for item in work],
+                self._decode_rows(work, 0).where,
+                [item.seq.gate for item in work if item.seq.gate is not None],
+            )
         step, tokens, positions = self._lay_out(work)
         hidden = self._model.model(
             input_ids=torch.tensor([tokens], device=self._device),

@@ -1,0 +1,74 @@
+/* What the compiled sources share: lanes, small arithmetic, and attention over one split of one row. */
+#ifndef WORKMEM_KERNELS_H
+#define WORKMEM_KERNELS_H
+
+#include <stdint.h>
+#include <string.h>
+
+#define SPLIT_TOKENS 256
+#define HEADS_MAX 128
+#define DIM_MAX 256
+#define WIDE_FLOATS 16384 /* K or V widened at a time: kv heads x dim x tokens */
+#define BLOCK_MAX 64
+#define LANES 8
+#define LINE_BYTES 64
+
+#define INTERNAL __attribute__((visibility("hidden")))
+
+typedef float lanes __attribute__((vector_size(LANES * 4), aligned(4)));
+typedef uint32_t lanes_u32 __attribute__((vector_size(LANES * 4)));
+typedef uint16_t lanes_u16 __attribute__((vector_size(LANES * 2), aligned(2)));
+
+/* How the KV of a layer lies in a page. */
+typedef struct {
+    int64_t k_offset, v_offset;
+    int block_tokens, kv_heads, group, dim, is_bf16;
+    float scale;
+} shape;
+
+static inline float exp_fast(float x) { /* relative error below 2e-7 for x in [-87, 0] */
+    float y = x * 1.44269504088896341f;
+    y = y < -126.0f ? -126.0f : y;
+    float whole = __builtin_floorf(y);
+    float f = (y - whole) * 0.693147180559945f;
+    float p = 1.0f + f * (1.0f + f * (0.5f + f * (0.166666667f + f * (0.0416666667f
+            + f * (0.00833333333f + f * (0.00138888889f + f * 0.000198412698f))))));
+    union { int32_t i; float f; } scale;
+    scale.i = ((int32_t)whole + 127) << 23;
+    return p * scale.f;
+}
+
+static inline float sum_lanes(lanes v) {
+    typedef float half __attribute__((vector_size(LANES * 2)));
+    half sum = __builtin_shufflevector(v, v, 0, 1, 2, 3) + __builtin_shufflevector(v, v, 4, 5, 6, 7);
+    sum += __builtin_shufflevector(sum, sum, 2, 3, 0, 1);
+    return sum[0] + sum[1];
+}
+
+static inline lanes widen_lanes(const char *source, int is_bf16) {
+    if (!is_bf16) return *(const lanes *)source;
+    return (lanes)(__builtin_convertvector(*(const lanes_u16 *)source, lanes_u32) << 16);
+}
+
+/* fp32 -> bf16, to nearest, ties to even: what torch does. */
+static inline void store_row(const float *from, int is_bf16, int64_t count, char *to) {
+    if (!is_bf16) {
+        memcpy(to, from, (size_t)count * sizeof(float));
+        return;
+    }
+    uint16_t *out = (uint16_t *)to;
+    for (int64_t i = 0; i < count; i++) {
+        union { float f; uint32_t i; } bits;
+        bits.f = from[i];
+        out[i] = (uint16_t)((bits.i + 0x7fffu + ((bits.i >> 16) & 1u)) >> 16);
+    }
+}
+
+/* All heads of one query row [heads][dim] over tokens [begin, end), into out[heads][dim + 2]: the weighted sum of
+ * values, the largest score, the sum of weights. */
+INTERNAL void attend_split(const float *q, const int64_t *pages, int64_t begin, int64_t end, const shape *s, float *out);
+
+/* The union of `splits` parts, `slot` floats apart, for `count` queries of [dim + 2] floats each, into out[count][dim]. */
+INTERNAL void merge_splits(const float *parts, int64_t splits, int64_t slot, int count, int dim, float *out);
+
+#endif

@@ -3,9 +3,8 @@
  * each of them costs more than its arithmetic.
  *
  * Weights are row-major [out][in], bf16 or fp32; activations are fp32 throughout. A step reads every weight once, for
- * all its rows: its speed is that of memory. Each sum runs in one vector of LANES partial sums from front to back,
- * however many rows are computed together, so a row's result depends on neither its neighbours nor the number of
- * threads. (This file is compiled without -ffast-math, which would let the compiler choose the order.)
+ * all its rows: its speed is that of memory. A row's result depends on neither its neighbours nor the number of
+ * threads: every sum has one order (see dots.c).
  */
 #include <omp.h>
 
@@ -13,8 +12,7 @@
 
 #define ROWS_MAX 64
 #define CHUNK 32 /* weight rows a thread takes at a time */
-#define BLOCK 8  /* weight rows that are read ahead together */
-#define GROUP 4  /* input rows that share a read of the weights in registers */
+#define BLOCK 8 /* weight rows that are read ahead together */
 #define AHEAD_BYTES_MAX 16384
 
 typedef struct {
@@ -55,108 +53,20 @@ typedef struct {
     float *logits; /* [rows][vocabulary] */
 } step;
 
-static inline float widen_one(const char *source, int is_bf16) {
-    if (!is_bf16) return *(const float *)source;
-    union { uint32_t i; float f; } bits = {(uint32_t)*(const uint16_t *)source << 16};
-    return bits.f;
-}
-
-/* What is left of a row behind the last whole vector. */
-static __attribute__((noinline)) float dot_rest(const char *w, const float *x, int64_t count, int is_bf16) {
-    float sum = 0.0f;
-    for (int64_t t = 0; t < count; t++) sum += widen_one(w + t * (is_bf16 ? 2 : 4), is_bf16) * x[t];
-    return sum;
-}
-
-/* out[j][i] = sum over d of w[i][d] * x[j][d] for m weight rows and n inputs; m, n and is_bf16 are constants where
- * this is inlined. `ahead` bytes further on is what will be read next. */
-static inline __attribute__((always_inline)) void dots(const char *w, int64_t row_bytes, int64_t ahead, const float *x,
-                                                       int64_t width, int m, int n, int is_bf16, float *out,
-                                                       int64_t out_step) {
-    const int size = is_bf16 ? 2 : 4, line = LINE_BYTES / size;
-    lanes total[BLOCK][GROUP];
-#pragma GCC unroll 8
-    for (int i = 0; i < m; i++)
-#pragma GCC unroll 4
-        for (int j = 0; j < n; j++) total[i][j] = (lanes){0};
-    int64_t d = 0;
-    for (; d + line <= width; d += line) {
-#pragma GCC unroll 8
-        for (int i = 0; i < m; i++) __builtin_prefetch(w + i * row_bytes + d * size + ahead);
-#pragma GCC unroll 4
-        for (int at = 0; at < line; at += LANES) {
-            lanes in[GROUP];
-#pragma GCC unroll 4
-            for (int j = 0; j < n; j++) in[j] = *(const lanes *)(x + j * width + d + at);
-#pragma GCC unroll 8
-            for (int i = 0; i < m; i++) {
-                lanes wide = widen_lanes(w + i * row_bytes + (d + at) * size, is_bf16);
-#pragma GCC unroll 4
-                for (int j = 0; j < n; j++) total[i][j] += wide * in[j];
-            }
-        }
-    }
-    for (; d + LANES <= width; d += LANES)
-#pragma GCC unroll 8
-        for (int i = 0; i < m; i++) {
-            lanes wide = widen_lanes(w + i * row_bytes + d * size, is_bf16);
-#pragma GCC unroll 4
-            for (int j = 0; j < n; j++) total[i][j] += wide * *(const lanes *)(x + j * width + d);
-        }
-#pragma GCC unroll 8
-    for (int i = 0; i < m; i++)
-#pragma GCC unroll 4
-        for (int j = 0; j < n; j++) {
-            float sum = sum_lanes(total[i][j]);
-            if (d < width) sum += dot_rest(w + i * row_bytes + d * size, x + j * width + d, width - d, is_bf16);
-            out[j * out_step + i] = sum;
-        }
-}
-
-typedef void dots_of(const char *w, int64_t row_bytes, int64_t ahead, const float *x, int64_t width, float *out);
-
-#define DOTS(name, m, n, is_bf16)                                                                                \
-    static __attribute__((noinline)) void name(const char *w, int64_t row_bytes, int64_t ahead, const float *x,  \
-                                               int64_t width, float *out) {                                      \
-        dots(w, row_bytes, ahead, x, width, m, n, is_bf16, out, BLOCK);                                          \
-    }
-DOTS(dots_1_1_bf16, 1, 1, 1)
-DOTS(dots_8_1_bf16, 8, 1, 1)
-DOTS(dots_4_2_bf16, 4, 2, 1)
-DOTS(dots_2_3_bf16, 2, 3, 1)
-DOTS(dots_2_4_bf16, 2, 4, 1)
-DOTS(dots_1_1_fp32, 1, 1, 0)
-DOTS(dots_8_1_fp32, 8, 1, 0)
-DOTS(dots_4_2_fp32, 4, 2, 0)
-DOTS(dots_2_3_fp32, 2, 3, 0)
-DOTS(dots_2_4_fp32, 2, 4, 0)
-
-static dots_of *const DOTS_ONE[2] = {dots_1_1_fp32, dots_1_1_bf16};
-/* By the number of inputs, and how many weight rows each takes: enough sums to keep the multipliers busy. */
-static dots_of *const DOTS_MANY[2][GROUP + 1] = {
-    {0, dots_8_1_fp32, dots_4_2_fp32, dots_2_3_fp32, dots_2_4_fp32},
-    {0, dots_8_1_bf16, dots_4_2_bf16, dots_2_3_bf16, dots_2_4_bf16},
-};
-static const int WEIGHT_ROWS[GROUP + 1] = {0, 8, 4, 2, 2};
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* out[r][i - begin] (+)= w[i] . x[r] + bias[i] for weight rows i in [begin, end). */
-static __attribute__((noinline)) void multiply(const product *p, int is_bf16, const float *x, int64_t width,
-                                               int64_t rows, int64_t begin, int64_t end, int adds, float *out,
-                                               int64_t out_step) {
+static void multiply(const product *p, int is_bf16, const float *x, int64_t width, int64_t rows, int64_t begin,
+                     int64_t end, int adds, float *out, int64_t out_step) {
     int64_t row_bytes = width * (is_bf16 ? 2 : 4);
     int64_t ahead = BLOCK * row_bytes <= AHEAD_BYTES_MAX ? BLOCK * row_bytes : AHEAD_BYTES_MAX / BLOCK;
     float found[ROWS_MAX * BLOCK];
     for (int64_t at = begin; at < end; at += BLOCK) {
-        int count = (int)(end - at < BLOCK ? end - at : BLOCK);
+        int count = (int)least(end - at, BLOCK);
         const char *w = p->weight + at * row_bytes;
-        int64_t n = count < BLOCK ? 1 : GROUP;
-        for (int64_t r = 0; r < rows; r += n) {
-            n = rows - r < n ? rows - r : n;
-            dots_of *work = count < BLOCK ? DOTS_ONE[is_bf16] : DOTS_MANY[is_bf16][n];
-            int step = count < BLOCK ? 1 : WEIGHT_ROWS[n];
-            for (int i = 0; i < count; i += step)
-                work(w + i * row_bytes, row_bytes, ahead, x + r * width, width, found + r * BLOCK + i);
-        }
+        for (int64_t r = 0; r < rows; r += DOTS_INPUTS)
+            dots(w, row_bytes, ahead, count, x + r * width, width, (int)least(rows - r, DOTS_INPUTS), is_bf16,
+                 found + r * BLOCK, BLOCK);
         for (int64_t r = 0; r < rows; r++)
             for (int i = 0; i < count; i++) {
                 float value = found[r * BLOCK + i] + (p->bias ? p->bias[at + i] : 0.0f);
@@ -165,8 +75,6 @@ static __attribute__((noinline)) void multiply(const product *p, int is_bf16, co
             }
     }
 }
-
-static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* Called by all threads together, which share the weight rows; no barrier at the end. */
 static void multiply_together(const product *p, int is_bf16, const float *x, int64_t width, int64_t rows, int64_t count,
@@ -285,7 +193,7 @@ static void run_layer(const model *m, const step *s, int64_t index) {
  * at m->layers and makes the logits. Returns 0, or -1 where a size exceeds what was compiled in. */
 int workmem_decode(const model *m, const step *s, int64_t first, int64_t last) {
     if (s->rows < 1 || s->rows > ROWS_MAX) return -1;
-    if (m->heads > HEADS_MAX || m->dim > DIM_MAX || m->dim % LANES || m->kv_heads * m->dim > WIDE_FLOATS) return -1;
+    if (m->heads > HEADS_MAX || m->dim > DIM_MAX || m->dim % LANES) return -1;
     if (m->block_tokens > BLOCK_MAX || SPLIT_TOKENS % m->block_tokens || m->heads % m->kv_heads) return -1;
     if (first == 0) {
         int embedding_is_bf16 = (int)m->embedding_is_bf16;

@@ -4,14 +4,17 @@
 
 #include <stdint.h>
 #include <string.h>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
 
 #define SPLIT_TOKENS 256
 #define HEADS_MAX 128
 #define DIM_MAX 256
-#define WIDE_FLOATS 16384 /* K or V widened at a time: kv heads x dim x tokens */
 #define BLOCK_MAX 64
 #define LANES 8
 #define LINE_BYTES 64
+#define DOTS_INPUTS 4
 
 #define INTERNAL __attribute__((visibility("hidden")))
 
@@ -38,15 +41,22 @@ static inline float exp_fast(float x) { /* relative error below 2e-7 for x in [-
     return p * scale.f;
 }
 
+/* Neighbours first: the order that `dots` promises. */
 static inline float sum_lanes(lanes v) {
-    typedef float half __attribute__((vector_size(LANES * 2)));
-    half sum = __builtin_shufflevector(v, v, 0, 1, 2, 3) + __builtin_shufflevector(v, v, 4, 5, 6, 7);
-    sum += __builtin_shufflevector(sum, sum, 2, 3, 0, 1);
-    return sum[0] + sum[1];
+    return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
+}
+
+static inline float widen_one(const char *source, int is_bf16) {
+    if (!is_bf16) return *(const float *)source;
+    union { uint32_t i; float f; } bits = {(uint32_t)*(const uint16_t *)source << 16};
+    return bits.f;
 }
 
 static inline lanes widen_lanes(const char *source, int is_bf16) {
     if (!is_bf16) return *(const lanes *)source;
+#ifdef __AVX2__ /* the general form becomes six instructions instead of two */
+    return (lanes)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)source)), 16);
+#endif
     return (lanes)(__builtin_convertvector(*(const lanes_u16 *)source, lanes_u32) << 16);
 }
 
@@ -63,6 +73,11 @@ static inline void store_row(const float *from, int is_bf16, int64_t count, char
         out[i] = (uint16_t)((bits.i + 0x7fffu + ((bits.i >> 16) & 1u)) >> 16);
     }
 }
+
+/* out[j][i] = sum over d of w[i][d] * x[j][d], for `count` rows of `width` values and n <= DOTS_INPUTS inputs. What lies
+ * `ahead` bytes further on is read next, and fetched already. */
+INTERNAL void dots(const char *w, int64_t row_bytes, int64_t ahead, int count, const float *x, int64_t width, int n,
+                   int is_bf16, float *out, int64_t out_step);
 
 /* All heads of one query row [heads][dim] over tokens [begin, end), into out[heads][dim + 2]: the weighted sum of
  * values, the largest score, the sum of weights. */

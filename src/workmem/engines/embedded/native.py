@@ -22,10 +22,12 @@ import torch
 
 _LOG = logging.getLogger(__name__)
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-std=gnu11")
+_EXACT_FLAGS = ("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
 _SOURCES = {
     "paged_attention.c": ("-ffast-math",),
-    # No -ffast-math: the order of its sums is a promise.
-    "decode_step.c": ("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
+    # No -ffast-math: the order of their sums is a promise.
+    "dots.c": _EXACT_FLAGS,
+    "decode_step.c": _EXACT_FLAGS,
 }
 _HEADER = "kernels.h"
 _HERE = Path(__file__).parent
@@ -171,7 +173,6 @@ class NativeKernel:
             kv_heads * group <= 128
             and dim <= 256
             and dim % 8 == 0
-            and kv_heads * dim <= 16384
             and block_tokens <= 64
             and SPLIT_TOKENS % block_tokens == 0
         )

@@ -53,113 +53,94 @@ static inline void turn(const char *source, int64_t step, int is_bf16, float *ou
     }
 }
 
-static inline void prefetch(const char *from, int64_t bytes) {
-    for (int64_t at = 0; at < bytes; at += LINE_BYTES) __builtin_prefetch(from + at);
-}
-
-/* Scores of `n` queries that share a key; n is a constant where this is inlined. */
-static inline __attribute__((always_inline)) void score_group(const float *q, const float *key, int dim, int n,
-                                                              float scale, float *out, int out_step) {
-    lanes total[4];
-    for (int g = 0; g < n; g++) total[g] = (lanes){0};
-    for (int d = 0; d < dim; d += LANES) {
-        lanes k = *(const lanes *)(key + d);
-        for (int g = 0; g < n; g++) total[g] += *(const lanes *)(q + g * dim + d) * k;
-    }
-    for (int g = 0; g < n; g++) out[g * out_step] = sum_lanes(total[g]) * scale;
-}
-
-/* out[dim] += sum over tokens of weight[t] * value[t][dim], values `stride` floats apart. */
-static inline void accumulate(const float *weight, const float *value, int64_t stride, int count, int dim, float *out) {
+/* out[g][dim] = out[g][dim] * shrink[g] + sum over tokens of weight[g][t] * value[t][dim] for n heads that share their
+ * values; n and is_bf16 are constants where this is inlined. */
+static inline __attribute__((always_inline)) void weigh_of(const float *weight, const float *shrink, const char *value,
+                                                           int64_t row_bytes, int64_t ahead, int count, int dim, int n,
+                                                           int is_bf16, float *out) {
+    const int size = is_bf16 ? 2 : 4, wide = n == 1 ? 8 : n == 4 ? 2 : 4; /* vectors of a head held at once */
     int d = 0;
-    for (; d + 4 * LANES <= dim; d += 4 * LANES) {
-        lanes a = *(lanes *)(out + d), b = *(lanes *)(out + d + LANES);
-        lanes c = *(lanes *)(out + d + 2 * LANES), e = *(lanes *)(out + d + 3 * LANES);
+    for (; d + wide * LANES <= dim; d += wide * LANES) {
+        lanes total[12];
+        for (int g = 0; g < n; g++)
+            for (int i = 0; i < wide; i++)
+                total[g * wide + i] = *(lanes *)(out + g * (dim + 2) + d + i * LANES) * shrink[g];
         for (int t = 0; t < count; t++) {
-            const float *v = value + t * stride + d;
-            a += *(const lanes *)v * weight[t];
-            b += *(const lanes *)(v + LANES) * weight[t];
-            c += *(const lanes *)(v + 2 * LANES) * weight[t];
-            e += *(const lanes *)(v + 3 * LANES) * weight[t];
+            const char *from = value + t * row_bytes + d * size;
+            for (int at = 0; at < wide * LANES * size; at += LINE_BYTES) __builtin_prefetch(from + ahead + at);
+            for (int i = 0; i < wide; i++) {
+                lanes v = widen_lanes(from + i * LANES * size, is_bf16);
+                for (int g = 0; g < n; g++) total[g * wide + i] += v * weight[g * BLOCK_MAX + t];
+            }
         }
-        *(lanes *)(out + d) = a;
-        *(lanes *)(out + d + LANES) = b;
-        *(lanes *)(out + d + 2 * LANES) = c;
-        *(lanes *)(out + d + 3 * LANES) = e;
+        for (int g = 0; g < n; g++)
+            for (int i = 0; i < wide; i++) *(lanes *)(out + g * (dim + 2) + d + i * LANES) = total[g * wide + i];
     }
-    for (; d < dim; d += LANES) {
-        lanes a = *(lanes *)(out + d);
-        for (int t = 0; t < count; t++) a += *(const lanes *)(value + t * stride + d) * weight[t];
-        *(lanes *)(out + d) = a;
+    for (; d < dim; d += LANES)
+        for (int g = 0; g < n; g++) {
+            lanes total = *(lanes *)(out + g * (dim + 2) + d) * shrink[g];
+            for (int t = 0; t < count; t++)
+                total += widen_lanes(value + t * row_bytes + d * size, is_bf16) * weight[g * BLOCK_MAX + t];
+            *(lanes *)(out + g * (dim + 2) + d) = total;
+        }
+}
+
+static void weigh(const float *weight, const float *shrink, const char *value, int64_t row_bytes, int64_t ahead,
+                  int count, int dim, int n, int is_bf16, float *out) {
+    switch (n * 2 + is_bf16) {
+    case 2: weigh_of(weight, shrink, value, row_bytes, ahead, count, dim, 1, 0, out); break;
+    case 3: weigh_of(weight, shrink, value, row_bytes, ahead, count, dim, 1, 1, out); break;
+    case 4: weigh_of(weight, shrink, value, row_bytes, ahead, count, dim, 2, 0, out); break;
+    case 5: weigh_of(weight, shrink, value, row_bytes, ahead, count, dim, 2, 1, out); break;
+    case 6: weigh_of(weight, shrink, value, row_bytes, ahead, count, dim, 3, 0, out); break;
+    case 7: weigh_of(weight, shrink, value, row_bytes, ahead, count, dim, 3, 1, out); break;
+    case 8: weigh_of(weight, shrink, value, row_bytes, ahead, count, dim, 4, 0, out); break;
+    default: weigh_of(weight, shrink, value, row_bytes, ahead, count, dim, 4, 1, out);
     }
+}
+
+/* Scores become weights relative to the new peak; returns what earlier sums shrink by. */
+static float soften(float *score, int count, float scale, float *peak, float *total) {
+    float top = *peak, sum = 0.0f;
+    for (int t = 0; t < count; t++) {
+        score[t] *= scale;
+        top = score[t] > top ? score[t] : top;
+    }
+    float shrink = exp_fast(*peak - top);
+    for (int t = 0; t < count; t++) {
+        score[t] = exp_fast(score[t] - top);
+        sum += score[t];
+    }
+    *total = *total * shrink + sum;
+    *peak = top;
+    return shrink;
 }
 
 void attend_split(const float *q, const int64_t *pages, int64_t begin, int64_t end, const shape *s, float *out) {
-    float score[HEADS_MAX][BLOCK_MAX], peak[HEADS_MAX], total[HEADS_MAX];
-    float wide[WIDE_FLOATS];
+    float score[DOTS_INPUTS * BLOCK_MAX], shrink[DOTS_INPUTS];
     int heads = s->kv_heads * s->group, dim = s->dim;
-    int64_t width = (int64_t)s->kv_heads * dim, row_bytes = width * (s->is_bf16 ? 2 : 4);
-    int step = (int)(WIDE_FLOATS / width < 16 ? WIDE_FLOATS / width : 16); /* tokens widened at a time */
+    int64_t slot = dim + 2, head_bytes = dim * (s->is_bf16 ? 2 : 4), row_bytes = s->kv_heads * head_bytes;
     for (int h = 0; h < heads; h++) {
-        peak[h] = -3.0e38f;
-        total[h] = 0.0f;
-        memset(out + (int64_t)h * (dim + 2), 0, (size_t)dim * sizeof(float));
+        memset(out + h * slot, 0, (size_t)dim * sizeof(float));
+        out[h * slot + dim] = -3.0e38f;
+        out[h * slot + dim + 1] = 0.0f;
     }
     for (int64_t at = begin; at < end; at += s->block_tokens) {
-        const char *page = (const char *)(intptr_t)pages[at / s->block_tokens];
+        const int64_t *this = pages + at / s->block_tokens;
         int count = (int)(end - at < s->block_tokens ? end - at : s->block_tokens);
-        if (at + s->block_tokens < end) {
-            const char *next = (const char *)(intptr_t)pages[at / s->block_tokens + 1];
-            prefetch(next + s->k_offset, s->block_tokens * row_bytes);
-            prefetch(next + s->v_offset, s->block_tokens * row_bytes);
-        }
-        for (int from = 0; from < count; from += step) {
-            int many = count - from < step ? count - from : step;
-            widen(page + s->k_offset + from * row_bytes, s->is_bf16, many * width, wide);
-            for (int t = 0; t < many; t++) {
-                for (int kv = 0; kv < s->kv_heads; kv++) {
-                    const float *key = wide + t * width + kv * dim;
-                    for (int g = 0; g < s->group; g += 4) {
-                        int h = kv * s->group + g;
-                        const float *query = q + (int64_t)h * dim;
-                        float *to = &score[h][from + t];
-                        switch (s->group - g) {
-                        case 1: score_group(query, key, dim, 1, s->scale, to, BLOCK_MAX); break;
-                        case 2: score_group(query, key, dim, 2, s->scale, to, BLOCK_MAX); break;
-                        case 3: score_group(query, key, dim, 3, s->scale, to, BLOCK_MAX); break;
-                        default: score_group(query, key, dim, 4, s->scale, to, BLOCK_MAX);
-                        }
-                    }
-                }
+        /* Each page's neighbour is fetched while it is read: pages lie anywhere, which no processor foresees. */
+        int64_t ahead = at + s->block_tokens < end ? this[1] - this[0] : 0;
+        for (int kv = 0; kv < s->kv_heads; kv++) {
+            const char *head = (const char *)(intptr_t)this[0] + kv * head_bytes;
+            for (int g = 0; g < s->group; g += DOTS_INPUTS) {
+                int n = s->group - g < DOTS_INPUTS ? s->group - g : DOTS_INPUTS, h = kv * s->group + g;
+                float *to = out + h * slot;
+                dots(head + s->k_offset, row_bytes, ahead, count, q + (int64_t)h * dim, dim, n, s->is_bf16, score, BLOCK_MAX);
+                for (int i = 0; i < n; i++)
+                    shrink[i] = soften(score + i * BLOCK_MAX, count, s->scale, to + i * slot + dim, to + i * slot + dim + 1);
+                weigh(score, shrink, head + s->v_offset, row_bytes, ahead, count, dim, n, s->is_bf16, to);
             }
         }
-        for (int h = 0; h < heads; h++) {
-            float top = peak[h], sum = 0.0f;
-            for (int t = 0; t < count; t++) top = score[h][t] > top ? score[h][t] : top;
-            float shrink = exp_fast(peak[h] - top);
-            for (int t = 0; t < count; t++) {
-                score[h][t] = exp_fast(score[h][t] - top);
-                sum += score[h][t];
-            }
-            total[h] = total[h] * shrink + sum;
-            if (top != peak[h]) {
-                float *acc = out + (int64_t)h * (dim + 2);
-                for (int d = 0; d < dim; d++) acc[d] *= shrink;
-            }
-            peak[h] = top;
-        }
-        for (int from = 0; from < count; from += step) {
-            int many = count - from < step ? count - from : step;
-            widen(page + s->v_offset + from * row_bytes, s->is_bf16, many * width, wide);
-            for (int h = 0; h < heads; h++) {
-                const float *value = wide + (int64_t)(h / s->group) * dim;
-                accumulate(&score[h][from], value, width, many, dim, out + (int64_t)h * (dim + 2));
-            }
-        }
-    }
-    for (int h = 0; h < heads; h++) {
-        out[(int64_t)h * (dim + 2) + dim] = peak[h];
-        out[(int64_t)h * (dim + 2) + dim + 1] = total[h];
     }
 }
 
@@ -300,7 +281,7 @@ int workmem_paged_attention(const float *q, const float *new_k, const float *new
                             int kv_heads, int group, int dim, int is_bf16, float scale, int threads) {
     shape s = {k_offset, v_offset, block_tokens, kv_heads, group, dim, is_bf16, scale};
     int heads = kv_heads * group;
-    if (heads > HEADS_MAX || dim > DIM_MAX || dim % LANES || kv_heads * dim > WIDE_FLOATS) return -1;
+    if (heads > HEADS_MAX || dim > DIM_MAX || dim % LANES) return -1;
     if (block_tokens > BLOCK_MAX || SPLIT_TOKENS % block_tokens) return -1;
     int64_t slot = (int64_t)heads * (dim + 2);
     if (new_k) {

@@ -102,8 +102,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_model(tmp_path_factory.mktemp("models") / "tiny", "llama")
 
 
+@pytest.fixture(scope="session")
+def engine_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where compiled kernels are kept: they cost seconds, and one build serves every test."""
+    return tmp_path_factory.mktemp("engine-cache")
+
+
 @pytest.fixture
-def bench(tiny: Path, tmp_path: Path) -> Iterator[Callable[..., Bench]]:
+def bench(tiny: Path, engine_cache: Path) -> Iterator[Callable[..., Bench]]:
     """Factory of engines; `store=False` for none, `dram`, and EmbeddedConfig fields by name."""
     with contextlib.ExitStack() as stack:
 
@@ -131,7 +137,7 @@ def bench(tiny: Path, tmp_path: Path) -> Iterator[Callable[..., Bench]]:
                 EmbeddedConfig(threads=2, **settings),
                 kv,
                 folder=folder,
-                cache_dir=tmp_path / "cache",
+                cache_dir=engine_cache,
                 sink=events.append,
             )
             stack.callback(engine.stop)

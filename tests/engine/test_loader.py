@@ -60,6 +60,14 @@ def test_bf16_values_are_computed_in_fp32_where_the_cpu_has_no_bf16(llama, monke
     assert loaded.layout.dtype == "bf16"
 
 
+def test_frequencies_of_positions_are_never_rounded(llama, monkeypatch):
+    monkeypatch.setattr("workmem.engines.embedded.loader.has_bf16_arithmetic", lambda device: True)
+    loaded = open_model(llama)
+    reference = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    assert loaded.model.model.embed_tokens.weight.dtype == torch.bfloat16
+    assert torch.equal(loaded.model.model.rotary_emb.inv_freq, reference.model.rotary_emb.inv_freq)
+
+
 def test_fixed_arithmetic_leaves_the_models_own_modules(llama):
     loaded = open_model(llama, dtype="fp32", arithmetic="fixed")
     assert {type(module).__module__ for module in loaded.model.modules()} <= {

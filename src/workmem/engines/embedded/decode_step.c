@@ -87,7 +87,7 @@ static void multiply_together(const product *p, int is_bf16, const float *x, int
 static void rms_norm(const float *x, const float *weight, int64_t width, float epsilon, float *out) {
     lanes sums = {0};
     int64_t d = 0;
-    for (; d + LANES <= width; d += LANES) sums += *(const lanes *)(x + d) * *(const lanes *)(x + d);
+    for (; d + LANES <= width; d += LANES) sums = fused(*(const lanes *)(x + d), *(const lanes *)(x + d), sums);
     float total = sum_lanes(sums);
     for (; d < width; d++) total += x[d] * x[d];
     float scale = 1.0f / __builtin_sqrtf(total / (float)width + epsilon);

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from workmem.engines.embedded import decode_weights
 from workmem.engines.embedded.decode_weights import CModel, DecodeWeights
 
 if TYPE_CHECKING:
+    from workmem.core.layout import KVLayout
     from workmem.engines.embedded.loading import LoadGate
     from workmem.engines.embedded.native import NativeKernel, RowPages
 
@@ -50,7 +52,8 @@ class Turns:
         """Where each position's cosines and sines, fp32 [2, dim], lie."""
         row_bytes = 2 * self._dim * 4
         return [
-            self._table(at // TURNS_PER_TABLE).data_ptr() + at % TURNS_PER_TABLE * row_bytes for at in positions
+            self._table(at // TURNS_PER_TABLE).data_ptr() + at % TURNS_PER_TABLE * row_bytes
+            for at in positions
         ]
 
     def fits(self) -> bool:
@@ -83,12 +86,6 @@ class DecodeStep:
         self._logits = torch.empty(ROWS_MAX, vocabulary)
         self._normed = self._parts = torch.empty(0)
 
-    @classmethod
-    def of(cls, weights: DecodeWeights, kernel: NativeKernel) -> DecodeStep | None:
-        """None where positions do not turn whole heads."""
-        step = cls(weights, kernel)
-        return step if step._turns.fits() else None
-
     def run(
         self, tokens: list[int], positions: list[int], where: RowPages, gates: list[LoadGate]
     ) -> torch.Tensor:
@@ -118,6 +115,22 @@ class DecodeStep:
                     gate.wait_layer(layer)
                 self._kernel.decode(model, step, layer, layer + 1)
         return self._logits[:rows]
+
+
+def build(
+    model: Any, layout: KVLayout, kernel: NativeKernel | None
+) -> tuple[DecodeStep | None, tuple[str, ...]]:
+    """The native decode step of `model`, or None; and a sentence for the start-up log."""
+    if kernel is None:
+        return None, ()
+    weights, reason = decode_weights.collect(model, layout)
+    if weights is None:
+        return None, (f"Decoding runs on torch operators, slower: {reason}.",)
+    if not Turns(weights.rotary, layout.head_dim).fits():
+        return None, ("Decoding runs on torch operators, slower: positions turn parts of heads.",)
+    return DecodeStep(weights, kernel), (
+        f"Up to {ROWS_MAX} decoding requests run as one native call a step.",
+    )
 
 
 def _at_least(buffer: torch.Tensor, floats: int) -> torch.Tensor:

@@ -58,7 +58,10 @@ class CModel(ctypes.Structure):
 
     _fields_ = (
         *((name, _I64) for name in ("layers", "hidden", "inner", "vocabulary", "heads", "kv_heads", "dim")),
-        *((name, _I64) for name in ("is_bf16", "embedding_is_bf16", "kv_is_bf16", "block_tokens", "layer_bytes")),
+        *(
+            (name, _I64)
+            for name in ("is_bf16", "embedding_is_bf16", "kv_is_bf16", "block_tokens", "layer_bytes")
+        ),
         ("epsilon", _F64),
         ("scale", _F64),
         ("embedding", _POINTER),
@@ -146,7 +149,9 @@ class DecodeWeights:
         return self._address(norm.weight.detach().float(), (width,))
 
     def _address(self, tensor: torch.Tensor, shape: tuple[int, ...]) -> int:
-        _require(tensor.device.type == "cpu" and tensor.layout == torch.strided, f"weights are on {tensor.device}")
+        _require(
+            tensor.device.type == "cpu" and tensor.layout == torch.strided, f"weights are on {tensor.device}"
+        )
         _require(tuple(tensor.shape) == shape, f"a weight has shape {tuple(tensor.shape)}, not {shape}")
         _require(tensor.is_contiguous(), "a weight is not contiguous")
         self._held.append(tensor)
@@ -162,7 +167,7 @@ def collect(model: Any, layout: KVLayout) -> tuple[DecodeWeights | None, str]:
         return None, str(reason)
 
 
-def _require(holds: bool, otherwise: str) -> None:  # noqa: FBT001 - reads as a sentence
+def _require(holds: object, otherwise: str) -> None:
     if not holds:
         raise Unsupported(otherwise)
 

@@ -2,7 +2,7 @@
  * are made of. Rows are read once, from front to back, bf16 widened in registers.
  *
  * Each sum runs in one vector of LANES partial sums that are added up in one order, however many rows and inputs are
- * computed together. (This file is compiled without -ffast-math, which would let the compiler choose the order.)
+ * computed together. (This file is compiled without the flags that would let the compiler choose.)
  */
 #include "kernels.h"
 
@@ -44,7 +44,7 @@ static inline __attribute__((always_inline)) void dots_of(const char *w, int64_t
             for (int i = 0; i < m; i++) {
                 lanes wide = widen_lanes(w + i * row_bytes + (d + at) * size, is_bf16);
 #pragma GCC unroll 4
-                for (int j = 0; j < n; j++) total[i * n + j] += wide * in[j];
+                for (int j = 0; j < n; j++) total[i * n + j] = fused(wide, in[j], total[i * n + j]);
             }
         }
     }
@@ -53,7 +53,7 @@ static inline __attribute__((always_inline)) void dots_of(const char *w, int64_t
         for (int i = 0; i < m; i++) {
             lanes wide = widen_lanes(w + i * row_bytes + d * size, is_bf16);
 #pragma GCC unroll 4
-            for (int j = 0; j < n; j++) total[i * n + j] += wide * *(const lanes *)(x + j * width + d);
+            for (int j = 0; j < n; j++) total[i * n + j] = fused(wide, *(const lanes *)(x + j * width + d), total[i * n + j]);
         }
     float sum[16];
     if (m * n == 1) sum[0] = sum_lanes(total[0]);

@@ -67,7 +67,6 @@ class EmbeddedEngine:
                 f"$.engine.vram_bytes: {config.vram_bytes} holds {blocks} blocks of {layout.page_bytes} bytes; "
                 f"batch_tokens={config.batch_tokens} needs at least {minimum} ({minimum * layout.page_bytes} bytes)"
             )
-        self.notes = loaded.notes
         self._config = config
         self._loaded = loaded
         self._tokenizer = tokenizer
@@ -96,6 +95,7 @@ class EmbeddedEngine:
             clock=clock,
             cache_dir=cache_dir,
         )
+        self.notes = (*loaded.notes, *self.thread.runner.notes)
 
     @classmethod
     def open(

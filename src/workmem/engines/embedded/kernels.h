@@ -60,6 +60,18 @@ static inline lanes widen_lanes(const char *source, int is_bf16) {
     return (lanes)(__builtin_convertvector(*(const lanes_u16 *)source, lanes_u32) << 16);
 }
 
+/* a * b + c, rounded in one way wherever it is inlined: left to itself, a compiler fuses some sums and not others. */
+static inline lanes fused(lanes a, lanes b, lanes c) {
+#if defined(__AVX2__) && defined(__FMA__)
+    return (lanes)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__FP_FAST_FMAF)
+    for (int i = 0; i < LANES; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return c;
+#else
+    return a * b + c;
+#endif
+}
+
 /* fp32 -> bf16, to nearest, ties to even: what torch does. */
 static inline void store_row(const float *from, int is_bf16, int64_t count, char *to) {
     if (!is_bf16) {

@@ -84,7 +84,8 @@ def load(
         raise _broken(folder, error) from error
     model = _weights(folder, source, config, dtype, attn_implementation)
     compute_dtype = _compute_dtype(place, dtype)
-    nn.Module.to(model, device=place, dtype=compute_dtype)
+    # Only ever widened: rounding to bf16 would reach the frequencies of positions, which are no weights.
+    nn.Module.to(model, device=place, dtype=torch.float32 if compute_dtype == torch.float32 else None)
     model.eval().requires_grad_(requires_grad=False)
     if arithmetic == "fast":
         notes += fuse.fuse(model)

@@ -22,10 +22,10 @@ import torch
 
 _LOG = logging.getLogger(__name__)
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-std=gnu11")
-_EXACT_FLAGS = ("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
+_EXACT_FLAGS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 _SOURCES = {
     "paged_attention.c": ("-ffast-math",),
-    # No -ffast-math: the order of their sums is a promise.
+    # Neither -ffast-math nor contraction: the order and rounding of their sums is a promise.
     "dots.c": _EXACT_FLAGS,
     "decode_step.c": _EXACT_FLAGS,
 }

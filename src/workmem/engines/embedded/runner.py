@@ -9,7 +9,6 @@ import torch
 
 from workmem.engines.embedded import decode_step
 from workmem.engines.embedded.attention import Context, DecodeRows, Piece, Step
-from workmem.engines.embedded.decode_step import DecodeStep
 from workmem.engines.embedded.native import RowPages
 from workmem.engines.embedded.scheduler import Work
 from workmem.engines.embedded.sequence import Sequence
@@ -25,6 +24,9 @@ RUN_ROWS_MAX = 64
 class Runner(Protocol):
     """Computes a step, inside `torch.inference_mode`. Implemented by `PackedRunner` and `tiles.TileRunner`."""
 
+    notes: tuple[str, ...]
+    """Sentences for the start-up log."""
+
     def run(self, work: list[Work]) -> torch.Tensor:
         """Logits, fp32 [number of sampling items, vocabulary], in the order of `work`."""
         ...
@@ -33,15 +35,7 @@ class Runner(Protocol):
 class PackedRunner:
     """The fast mode: all tokens of the step in one pass, decoding rows last."""
 
-    def __init__(
-        self,
-        model: Any,
-        pages: KVPages,
-        kernel: NativeKernel | None,
-        device: str,
-        decode: DecodeStep | None = None,
-    ) -> None:
-        """`decode` computes steps in which every request decodes; without it the model's modules do."""
+    def __init__(self, model: Any, pages: KVPages, kernel: NativeKernel | None, device: str) -> None:
         self._model = model
         self._pages = pages
         layout = pages.layout
@@ -56,7 +50,7 @@ class PackedRunner:
             else 0
         )
         self._device = device
-        self._decode = decode if usable else None
+        self._decode, self.notes = decode_step.build(model, layout, kernel if usable else None)
 
     def run(self, work: list[Work]) -> torch.Tensor:
         """See `Runner.run`."""

@@ -113,6 +113,8 @@ def _key_tile(tile: Tile, layer: int, at: int) -> tuple[torch.Tensor, torch.Tens
 class TileRunner:
     """Implements `runner.Runner` tile by tile. CPU, fp32."""
 
+    notes: tuple[str, ...] = ()
+
     def __init__(self, model: Any, pages: KVPages) -> None:
         self._model = model
         self._pages = pages

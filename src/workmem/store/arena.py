@@ -62,6 +62,10 @@ class Arena:
         """The bytes at `offset`, in place, read-only."""
         return self._readable[offset : offset + size]
 
+    def clear(self, offset: int, size: int) -> None:
+        """Zero the bytes at `offset`. Takes no memory for it: what frees a frame must not fail."""
+        ctypes.memset(self.base_address + offset, 0, size)
+
     def warm(self, upto: int, step_bytes: int) -> None:
         """Take memory for the first `upto` bytes ahead of use, at most `step_bytes` a call.
 

@@ -91,8 +91,7 @@ class Residents:
 
     def wipe(self, frame: Frame) -> None:
         """Free a frame whose page may be of a purged namespace, or of nobody: nothing of it stays (R9)."""
-        with self.arena.writable(frame.offset, frame.size) as page:
-            page[:] = bytes(frame.size)
+        self.arena.clear(frame.offset, frame.size)
         self.frames.free(frame)
 
     def _close_ranks(self, size: int) -> None:

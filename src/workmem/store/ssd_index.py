@@ -193,8 +193,10 @@ class SsdIndex:
     def snapshot(self) -> list[Record]:
         """Everything a fresh journal must say."""
         with self._state.outbox:
+            records = snapshot(self._catalog, list(self._state.spaces.values()))
+            # Last: a snapshot that fails for want of memory leaves the strikes to be tried again.
             self.strikes.take_all()
-            return snapshot(self._catalog, list(self._state.spaces.values()))
+            return records
 
     # -- inside the lock
 

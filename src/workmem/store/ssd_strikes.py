@@ -34,6 +34,8 @@ class Strikes:
             self._erasures.add(segment.number)
         else:
             self._deletes.append(DeleteEntry(space.number, key))
+        # The writer may be asleep, and a flush waits for what it has to do.
+        self._outbox.changed.notify_all()
 
     def drop_space(self, space: Space) -> None:
         """A purged namespace leaves the journal in one word."""

@@ -27,6 +27,7 @@ _FIXED = struct.Struct("<8sQ32s32s32s32sQQIIIII4x")
 """magic, checksum, root, key, parent, layout digest, page bytes, stored bytes, depth, tokens, slices, header
 bytes, codec."""
 _SUMMED_FROM = 16
+_NOTHING = bytes(_SUMMED_FROM)
 
 
 class PageHeader(msgspec.Struct, frozen=True):
@@ -139,7 +140,7 @@ def slice_sums(layout: KVLayout) -> tuple[struct.Struct, int]:
 
 def blank(raw: memoryview, generation: int) -> None:
     """Before a frame is filled: nobody may take what lies there for the page that was or will be."""
-    raw[:_SUMMED_FROM] = bytes(_SUMMED_FROM)
+    raw[:_SUMMED_FROM] = _NOTHING
     _SUM.pack_into(raw, len(raw) - GENERATION_BYTES, generation)
 
 

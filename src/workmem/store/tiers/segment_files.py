@@ -150,7 +150,7 @@ class SegmentFiles:
                 with memoryview(page) as view:
                     file.writev([view], 0)
             self._device.sync_folder(self._folder.segments)
-        except OSError:
+        except BaseException:
             file.close()
             self._device.unlink(path)
             raise

@@ -174,7 +174,7 @@ class SsdTier:
                 else:
                     self._files.remove(left[-1])
                 left.pop()
-        except OSError:
+        except BaseException:
             self.index.strikes.return_erasures(left)
             raise
         self.index.strikes.erasures_are_done()
@@ -226,7 +226,8 @@ class SsdTier:
             return
         try:
             self._journal.append(batch)
-        except OSError:
+        except BaseException:
+            # Whatever it was: a strike, or a purge, that is forgotten brings pages back at the next start.
             self.index.strikes.return_deletes(deletes)
             raise
         self.index.strikes.strikes_are_durable()

@@ -122,7 +122,7 @@ class NoRates(Rates):
         pass
 
 
-@pytest.mark.parametrize("dies_at", range(1, 29, 3))
+@pytest.mark.parametrize("dies_at", range(1, 33, 3))
 def test_a_run_that_is_killed_goes_on_where_it_was(tmp_path, monkeypatch, dies_at):
     machine = Machine()
     machine.dies_at = dies_at
@@ -139,7 +139,7 @@ def test_a_run_that_is_killed_goes_on_where_it_was(tmp_path, monkeypatch, dies_a
             break
     assert died == 1
     mode = restart.SMOKE
-    each = 1 + 2 * mode.repeats + mode.restarts
+    each = 1 + 2 * mode.repeats + 2 * mode.restarts
     assert len(bench.samples) == len(mode.prompt_tokens) * mode.prompts * each
     assert all(sample.is_pure for sample in bench.samples)
     assert bench.skipped == []

@@ -47,10 +47,19 @@ def _toml(
         yield f"\n[{'.'.join(path)}]"
     for field in fields:
         if not is_section(field.type):
-            # JSON's strings, numbers, booleans and arrays are TOML's.
-            text = f"{field.name} = {json.dumps(getattr(section, field.name), ensure_ascii=False)}"
+            text = f"{field.name} = {_value(msgspec.to_builtins(getattr(section, field.name)))}"
             yield f"{text}  # {loaded.origin('.'.join((*path, field.name)))}" if origins else text
     for field in fields:
         if is_section(field.type):
             child = cast("msgspec.Struct", getattr(section, field.name))
             yield from _toml(loaded, child, (*path, field.name), origins=origins)
+
+
+def _value(value: object) -> str:
+    if isinstance(value, dict):
+        inside = (
+            f"{json.dumps(key)} = {_value(held)}" for key, held in cast("dict[str, object]", value).items()
+        )
+        return f"{{{', '.join(inside)}}}"
+    # JSON's strings, numbers, booleans and arrays are TOML's.
+    return json.dumps(value, ensure_ascii=False)

@@ -64,7 +64,9 @@ def _meanings(struct: type[msgspec.Struct]) -> dict[str, str]:
 
 
 def _default(field: msgspec.structs.FieldInfo) -> str:
-    return json.dumps(field.default) if field.default is not msgspec.NODEFAULT else "[]"
+    if field.default is not msgspec.NODEFAULT:
+        return json.dumps(field.default)
+    return "{}" if field.default_factory is dict else "[]"
 
 
 def _values(kind: object) -> str:
@@ -87,5 +89,7 @@ def _describe(info: msgspec.inspect.Type) -> str:
             return " or ".join(_describe(part) for part in info.types)
         case msgspec.inspect.VarTupleType():
             return f"list of {_describe(info.item_type)}"
+        case msgspec.inspect.DictType():
+            return "table of tables"
         case _:
             return type(info).__name__.removesuffix("Type").lower()

@@ -17,6 +17,17 @@ SIZES = (1.25, 1.5, 2.0, 4.0)
 """Sizes of the imagined tiers, in capacities of the real one."""
 
 
+GHOSTS_MAX = 1 << 14
+"""Of a tier: some 2 MB, whatever its size. So many keys place hits to a few percent."""
+_BLOCK_BYTES_LEAST = 64 * 1024
+
+
+def ghosts_of(capacity_bytes: int) -> Ghosts:
+    """Ghosts of a tier, thinned out so that those of four capacities fit if blocks have 64 KiB or more."""
+    blocks = int((SIZES[-1] - 1) * capacity_bytes / _BLOCK_BYTES_LEAST)
+    return Ghosts(capacity_bytes, entries_max=GHOSTS_MAX, one_in=max(1, -(-blocks // GHOSTS_MAX)))
+
+
 class Ghosts(Rings):
     """Bounded memory of what left one tier: some 130 bytes per ghost, most of it its entry in a dict.
 

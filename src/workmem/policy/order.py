@@ -34,8 +34,10 @@ class Loss(IntEnum):
 class EvictionOrder(Protocol):
     """Which block leaves a tier next. Implementations are in this package; their rules in docs/internals/eviction.md."""
 
-    held_skips: int
-    """How often a victim was passed over because it was held (R4)."""
+    @property
+    def held_skips(self) -> int:
+        """How often a victim was passed over because it was held (R4)."""
+        ...
 
     def __len__(self) -> int:
         """Blocks in the order."""

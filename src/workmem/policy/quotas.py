@@ -91,16 +91,24 @@ class QuotaLedger:
 
         Asked again after each eviction. Rules Q1-Q4: docs/internals/eviction.md.
         """
-        mine, own = self.used(group), self.quota(group)
-        if self.is_over(group, size):
-            return group if mine else None
-        share = self._capacity / len(self._used.keys() | {group})
-        chosen, most = None, float("-inf")
-        if mine and mine + size > own.floor_bytes:
-            chosen, most = group, mine + size - max(share, own.floor_bytes)
+        return next(iter(self.sources(group, size)), None)
+
+    def sources(self, group: str | None, size: int) -> list[str]:
+        """All groups that may give room, the first to be asked first: one whose blocks are all held has none.
+
+        Without a group the room is for whoever comes.
+        """
+        mine = self.used(group) if group is not None else 0
+        if group is not None and self.is_over(group, size):
+            return [group] if mine else []
+        share = self._capacity / max(1, len(self._used.keys() | ({group} if group is not None else set())))
+        ranked: list[tuple[float, str]] = []
+        if group is not None and mine and mine + size > self.quota(group).floor_bytes:
+            ranked.append((mine + size - max(share, self.quota(group).floor_bytes), group))
         for name, used in self._used.items():
             floor = self.quota(name).floor_bytes
-            excess = used - max(share, floor)
-            if name != group and used > floor and excess > most:
-                chosen, most = name, excess
-        return chosen or (group if mine else None)
+            if name != group and used > floor:
+                ranked.append((used - max(share, floor), name))
+        ranked.sort(key=lambda entry: -entry[0])
+        found = [name for _, name in ranked]
+        return found if not mine or group is None or group in found else [*found, group]

@@ -74,6 +74,9 @@ class S3Fifo(Rings):
 
     def _done(self, row: int) -> None:
         self._uses[row] = 0
+        if self._flags[row] & _IS_MAIN:
+            self._flags[row] &= ~_IS_MAIN
+            self._small_bytes += self._size[row]
 
     def _forget(self, row: int) -> None:
         if not self._flags[row] & _IS_MAIN:

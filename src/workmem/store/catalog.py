@@ -30,8 +30,11 @@ if TYPE_CHECKING:
 
 GHOSTS_MAX = 1 << 17
 """Keys remembered per namespace after they left, to tell "evicted" from "never seen"."""
+WORKFLOWS_MAX = 65_535
 NO_SEGMENT = 0
 """In `Catalog.segment`: the block has no page on ssd. Segment numbers begin at 1."""
+IS_BACK = 2
+"""In `Catalog.is_unwritten`, instead of 1: every tier had evicted the block before."""
 NO_PARENT, UNKNOWN_PARENT = -1, -2
 """In place of a parent's row."""
 
@@ -67,8 +70,8 @@ class Space:
         self.sums, self.sums_at = slice_sums(self.layout)
         self.spans = [self.layout.slice_span(index) for index in range(self.layout.slice_count)]
         self.rows: dict[BlockKey, int] = {}
-        self.filling: set[BlockKey] = set()
-        """Keys whose first copy is being written into a frame."""
+        self.filling: dict[BlockKey, int] = {}
+        """Keys whose first copy is being written into a frame, and the number of the workflow it is for."""
         self.ghosts: dict[BlockKey, MissReason] = {}
         self.is_purged = False
         """Its blocks are gone for good and nothing is taken in any more (R9)."""
@@ -106,6 +109,10 @@ class Catalog:
         self.parent: list[bytes] = []
         """Key of the block before, or the namespace's root; the same object as that block's own key."""
         self.depth = array("I")
+        self.workflow = array("H")
+        """For which workflow of its tenant a block was saved, as `workflow_number` counts them."""
+        self._workflows = [""]
+        self._workflow_numbers = {"": 0}
         self.stamp = array("I")
         """Grows when a row is given up: who remembers a row remembers its stamp."""
         self.frame: list[Frame | None] = []
@@ -124,7 +131,25 @@ class Catalog:
     def __len__(self) -> int:
         return len(self.key) - len(self._free)
 
-    def add(self, space: Space, key: BlockKey, parent: bytes, depth: int) -> int:
+    def workflow_number(self, name: str) -> int:
+        """A number for a workflow; 0, that of none, once there are more than a column can tell apart."""
+        number = self._workflow_numbers.get(name)
+        if number is None:
+            if len(self._workflows) > WORKFLOWS_MAX:
+                return 0
+            number = self._workflow_numbers[name] = len(self._workflows)
+            self._workflows.append(name)
+        return number
+
+    def workflow_name(self, number: int) -> str:
+        """The workflow with a number."""
+        return self._workflows[number]
+
+    def workflow_of(self, row: int) -> str:
+        """Name of the workflow that a block was saved for; empty where nobody said, and after a restart."""
+        return self._workflows[self.workflow[row]]
+
+    def add(self, space: Space, key: BlockKey, parent: bytes, depth: int, workflow: int = 0) -> int:
         """A row for a block, filed under its key."""
         parent_row = space.rows.get(BlockKey(parent))
         if parent_row is not None:
@@ -132,12 +157,14 @@ class Catalog:
         if self._free:
             row = self._free.pop()
             self.space[row], self.key[row], self.parent[row], self.depth[row] = space, key, parent, depth
+            self.workflow[row] = workflow
         else:
             row = len(self.key)
             self.space.append(space)
             self.key.append(key)
             self.parent.append(parent)
             self.depth.append(depth)
+            self.workflow.append(workflow)
             self.stamp.append(0)
             self.frame.append(None)
             self.segment.append(NO_SEGMENT)
@@ -181,6 +208,7 @@ class Catalog:
         self.length.frombytes(_column(puts["length"], np.uint32))
         self.header_sum.frombytes(_column(puts["header_sum"], np.uint64))
         self.stamp.frombytes(bytes(4 * count))
+        self.workflow.frombytes(bytes(2 * count))
         self.is_unwritten.extend(bytes(count))
         return array("i", parent_rows.tobytes())
 

@@ -45,11 +45,34 @@ class SsdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Rate at which pages are read in the background to find rot before somebody needs them; 0 is never."""
 
 
+class PinsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[store.pins]`: blocks that callers ask to keep for a while."""
+
+    budget: str | int = "25%"
+    """Share of dram, or bytes, that the pins of one owner may name together; past it its oldest pins end."""
+
+
+class QuotaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[store.quotas."tenant"]` or `[store.quotas."tenant/workflow"]`: what a group may count on, and may not exceed."""
+
+    dram_floor: str | int = 0
+    """Bytes of dram that no other group takes."""
+    dram_ceiling: str | int = ""
+    """Most bytes in dram; empty is no limit."""
+    ssd_floor: str | int = 0
+    """Bytes on ssd that no other group takes."""
+    ssd_ceiling: str | int = ""
+    """Most bytes on ssd; empty is no limit."""
+
+
 class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[store]` of the configuration."""
 
     dram: DramConfig = DramConfig()
     ssd: SsdConfig = SsdConfig()
     host: HostConfig = HostConfig()
+    pins: PinsConfig = PinsConfig()
+    quotas: dict[str, QuotaConfig] = {}
+    """By tenant, or "tenant/workflow": `dram_floor`, `dram_ceiling`, `ssd_floor`, `ssd_ceiling`, sizes with units. From a file only."""
     save_queue_pages: Annotated[int, Meta(ge=1)] = 8192
     """Most pages waiting to be copied into dram; more are dropped, counted and said."""

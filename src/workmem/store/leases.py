@@ -59,9 +59,7 @@ class LeaseTable:
             # What is here is pinned first, so that making room for the rest cannot evict it.
             awaited = self._pin_prefix(space, lease)
             started = self._start_promotions(lease, awaited) if awaited else []
-            state.order.touch(lease.rows)
-            if state.touch_ssd is not None:
-                state.touch_ssd(lease.rows)
+            state.touch(lease.rows)
             if awaited or lease.lost:
                 self._advance(lease)
             else:
@@ -117,10 +115,8 @@ class LeaseTable:
                 self._lose(promotion, MissReason.CORRUPT)
                 return False
             del state.catalog.promotion[row]
-            state.admit(row, frame)
-            if promotion.waiters:
-                # It was asked for again: that is what the reused segment is for.
-                state.order.touch([row])
+            # It was asked for again: that is what orders keep reused blocks for.
+            state.admit(row, frame, is_back=bool(promotion.waiters))
             state.counts["promoted"] += 1
             state.counts["promoted_bytes"] += promotion.space.layout.page_bytes
             state.unpin([frame])
@@ -179,7 +175,9 @@ class LeaseTable:
             space = catalog.space[row]
             promotion = catalog.promotion.get(row)
             if promotion is None:
-                frame = state.reserve(space.frame_bytes) or state.reserve_unwritten(space.frame_bytes)
+                state.ghosts.asked(catalog.key[row])
+                size, group = space.frame_bytes, state.group(space, catalog.workflow[row])
+                frame = state.reserve(size, group) or state.reserve_unwritten(size, group)
                 if frame is None:
                     self._undo_lease(lease, started)
                     raise self._no_room(lease)
@@ -201,7 +199,7 @@ class LeaseTable:
             del self._state.catalog.promotion[promotion.row]
             promotion.extent.segment.readers -= 1
             promotion.frame.pins = 0
-            self._state.frames.free(promotion.frame)
+            self._state.give_back(promotion.frame)
             self._state.settle_late(promotion.row)
         mine = {id(promotion.frame) for promotion in started}
         self._state.unpin([frame for frame in lease.frames if frame is None or id(frame) not in mine])

@@ -34,10 +34,17 @@ _PURGE_STEP = 32
 class Pool:
     """Front of the state that all threads of a store share."""
 
-    def __init__(self, arena: Arena, clock: Clock, sink: EventSink, eviction: EvictionName = "value") -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        clock: Clock,
+        sink: EventSink,
+        eviction: EvictionName = "value",
+        pin_budget_bytes: int = 0,
+    ) -> None:
         self._clock = clock
         self._numbers = 0
-        self.state = Residents(arena, Outbox(sink), eviction)
+        self.state = Residents(arena, Outbox(sink), eviction, pin_budget_bytes)
         self.leases = LeaseTable(self.state, clock)
 
     def count(self, name: str, amount: int) -> None:
@@ -82,25 +89,36 @@ class Pool:
 
     # -- saving
 
-    def begin_save(self, space: Space, block: BlockId, wait_s: float) -> Frame | SaveState:
-        """A FILLING frame for `block`, or how the save ends at once. Waits for room up to `wait_s`."""
+    def begin_save(
+        self, space: Space, block: BlockId, wait_s: float, workflow: str = ""
+    ) -> Frame | SaveState:
+        """A FILLING frame for `block`, or how the save ends at once. Waits for room up to `wait_s`.
+
+        `workflow`: for which of the tenant's it is, where that counts for a quota.
+        """
         until = self._clock.monotonic() + wait_s
         with self.state.outbox:
             if space.is_purged or self._collides(space, block):
                 self.state.counts["saves_dropped"] += 1
                 return SaveState.DROPPED
+            if self._holds(space, block):
+                return SaveState.ALREADY_THERE
+            # Asked before room is made, or the ghosts would be one block further than they are.
+            self.state.ghosts.asked(block.key)
+            number = self.state.catalog.workflow_number(workflow) if workflow else 0
             while True:
-                if self._holds(space, block):
-                    return SaveState.ALREADY_THERE
-                frame = self.state.reserve(space.frame_bytes)
+                group = self.state.group(space, number)
+                frame = self.state.reserve(space.frame_bytes, group)
                 if frame is not None:
                     break
                 left = until - self._clock.monotonic()
                 if left <= 0 or not (self.state.unwritten or self.state.writes_in_flight):
-                    self._no_room(space)
+                    self._no_room(space, group)
                     return SaveState.DROPPED
                 self.state.outbox.changed.wait(left)
-            space.filling.add(block.key)
+                if self._holds(space, block):
+                    return SaveState.ALREADY_THERE
+            space.filling[block.key] = number
             self.state.start_filling(frame, space)
             return frame
 
@@ -108,36 +126,37 @@ class Pool:
         """The frame holds the page and its header says so: make it visible (R2)."""
         state = self.state
         with state.outbox:
-            space.filling.discard(block.key)
+            workflow = space.filling.pop(block.key, 0)
             if space.is_purged:
                 state.wipe(frame)
                 state.counts["saves_dropped"] += 1
                 return SaveState.DROPPED
             row = space.rows.get(block.key)
             if row is None:
-                row = state.catalog.add(space, block.key, block.parent, block.depth)
+                row = state.catalog.add(space, block.key, block.parent, block.depth, workflow)
             elif state.catalog.frame[row] is not None or row in state.catalog.promotion:
-                state.frames.free(frame)
+                state.give_back(frame)
                 return SaveState.ALREADY_THERE
-            state.admit(row, frame)
-            space.ghosts.pop(block.key, None)
+            is_back = space.ghosts.pop(block.key, None) is MissReason.EVICTED
+            state.admit(row, frame, is_back=is_back)
             state.counts["saves"] += 1
             state.counts["saved_bytes"] += space.layout.page_bytes
             if state.wants_writes and state.catalog.segment[row] == NO_SEGMENT:
-                state.queue_write(row)
+                state.queue_write(row, is_back=is_back)
             return SaveState.STORED
 
     def abort_save(self, space: Space, block: BlockId, frame: Frame) -> None:
         """The page was not written and nobody writes to the frame any more: give it back (R5)."""
         with self.state.outbox:
-            space.filling.discard(block.key)
+            space.filling.pop(block.key, None)
             self.state.wipe(frame)
             self.state.counts["saves_dropped"] += 1
 
     def strand_save(self, space: Space, block: BlockId, frame: Frame) -> None:
         """The writer is past its deadline but may still write: its frame serves nobody until it is dead (R3)."""
         with self.state.outbox:
-            space.filling.discard(block.key)
+            space.filling.pop(block.key, None)
+            self.state.refund(frame)
             self.state.frames.move(frame, FrameState.QUARANTINED)
             self.state.counts["saves_dropped"] += 1
 
@@ -203,8 +222,17 @@ class Pool:
         self.state.spaces[space.root] = space
         return space
 
-    def _no_room(self, space: Space) -> None:
+    def _no_room(self, space: Space, group: str) -> None:
         self.state.counts["saves_dropped"] += 1
+        shares = self.state.shares
+        if shares is not None and (
+            shares.ledger.is_over(group, space.frame_bytes)
+            or not shares.ledger.admits(group, space.frame_bytes)
+        ):
+            ceiling = shares.ledger.quota(group).ceiling_bytes
+            detail = f"group {group!r} holds {shares.ledger.used(group)} bytes and may take no more"
+            self.state.outbox.tell(BoundReached(name="store.quota.dram", limit=ceiling or 0, detail=detail))
+            return
         detail = f"a page of {space.frame_bytes} bytes found every frame held"
         limit = self.state.frames.capacity_bytes
         self.state.outbox.tell(BoundReached(name="store.dram.frames", limit=limit, detail=detail))

@@ -8,29 +8,43 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from workmem.core.errors import InvariantError
 from workmem.core.events import BlockAdmitted, BlockEvicted, BlockQuarantined, BoundReached
 from workmem.core.keys import BlockKey
 from workmem.core.outcomes import MissReason, TierName
 from workmem.policy.choose import EvictionName, make_order
-from workmem.policy.order import NO_ROW, EvictionOrder
+from workmem.policy.ghosts import ghosts_of
+from workmem.policy.order import NO_ROW, EvictionOrder, Loss, Prospect
+from workmem.policy.quotas import Quota
 from workmem.store.arena import Arena
-from workmem.store.catalog import NO_SEGMENT, Catalog, Space
+from workmem.store.care import Care
+from workmem.store.catalog import IS_BACK, NO_SEGMENT, Catalog, Space
 from workmem.store.frames import NO_OWNER, Frame, FrameState, FrameTable
 from workmem.store.outbox import Outbox
+from workmem.store.shares import TierShares
 from workmem.store.tiers.page_header import GENERATION_BYTES, blank, tokens_of
 
 
 class Residents:
     """Index, frames and eviction order of the dram tier, and what it owes the ssd tier."""
 
-    def __init__(self, arena: Arena, outbox: Outbox, eviction: EvictionName) -> None:
+    def __init__(
+        self, arena: Arena, outbox: Outbox, eviction: EvictionName, pin_budget_bytes: int = 0
+    ) -> None:
         self.arena = arena
         self.outbox = outbox
         self.frames = FrameTable(arena.capacity_bytes)
-        self.order: EvictionOrder = make_order(eviction, arena.capacity_bytes)
+        self._make_order = partial(make_order, eviction, arena.capacity_bytes)
+        self.order: EvictionOrder = self._make_order()
+        self.ghosts = ghosts_of(arena.capacity_bytes)
         self.catalog = Catalog()
+        self.care = Care(self.catalog, pin_budget_bytes)
+        self.shares: TierShares | None = None
+        """Set with the first quota; its order is then `order`."""
+        self._charged: dict[int, tuple[str, int]] = {}
+        """Group that answers for a frame, and its size, by its offset; empty without quotas."""
         self.spaces: dict[bytes, Space] = {}
         self.counts: Counter[str] = Counter()
         self.unwritten: deque[tuple[int, int]] = deque()
@@ -40,23 +54,36 @@ class Residents:
         """A durable tier takes what is admitted."""
         self.reads_ssd = True
         """Off while the ssd tier's reads fail: what only it holds is a miss."""
-        self.drop_extent: Callable[[int], None] = _no_extent
+        self.drop_extent: Callable[[int], object] = _no_extent
         """Takes a row's ssd copy out of service; set by the ssd index."""
         self.touch_ssd: Callable[[Sequence[int]], None] | None = None
         """Tells the ssd index that blocks were used again; set by it."""
+        self.advise_ssd: Callable[[Sequence[int], Prospect], None] | None = None
+        """Tells the ssd index what is known of blocks' next use; set by it."""
         self.reclaim: Callable[[], int] = _nothing_to_reclaim
         """Ends leases past their deadline and says how many; set by the lease table."""
         self._late: dict[int, list[int]] = {}
         """Rows in dram that the order does not have yet, by the row of a parent that is still on its way (R7)."""
         self._is_late: set[int] = set()
+        self._bereft: list[int] = []
+        """Rows whose life group lost a block in this step."""
 
     # -- frames
 
-    def reserve(self, size: int) -> Frame | None:
-        """A RESERVED frame of `size` bytes, evicting what may go; None when all that is left is held (R4)."""
-        frame = self.frames.reserve(size)
-        while frame is None:
-            row = self.order.pick(self._is_held)
+    def reserve(self, size: int, group: str = "") -> Frame | None:
+        """A RESERVED frame of `size` bytes for `group`, evicting what may go.
+
+        None when all that is left is held (R4), or is kept from the group by a quota (Q1, Q2).
+        """
+        if self.shares is not None and not self.shares.ledger.admits(group, size):
+            return None
+        while True:
+            if self.shares is None or not self.shares.ledger.is_over(group, size):
+                frame = self.frames.reserve(size)
+                if frame is not None:
+                    self._charge(frame, group)
+                    return frame
+            row = self._victim(group, size)
             if row == NO_ROW and self.reclaim():
                 continue
             if row == NO_ROW:
@@ -65,10 +92,13 @@ class Residents:
             self._evict(row)
             if other_size:
                 self._close_ranks(size)
-            frame = self.frames.reserve(size)
-        return frame
 
-    def reserve_unwritten(self, size: int) -> Frame | None:
+    def _victim(self, group: str, size: int) -> int:
+        if self.shares is None:
+            return self.order.pick(self._is_held)
+        return self.shares.victim(group, size, self._is_held, self._bytes_of)
+
+    def reserve_unwritten(self, size: int, group: str = "") -> Frame | None:
         """A request that waits now is worth more than a copy on ssd: give up the newest unwritten pages."""
         while self.unwritten:
             row, stamp = self.unwritten.pop()
@@ -76,7 +106,7 @@ class Residents:
                 continue
             self.write_ended(row, stamp)
             self.counts["writes_given_up"] += 1
-            frame = self.reserve(size)
+            frame = self.reserve(size, group)
             if frame is not None:
                 detail = "pages left dram for a request before ssd had them"
                 self.outbox.tell(BoundReached(name="store.ssd.unwritten", limit=0, detail=detail))
@@ -92,7 +122,70 @@ class Residents:
     def wipe(self, frame: Frame) -> None:
         """Free a frame whose page may be of a purged namespace, or of nobody: nothing of it stays (R9)."""
         self.arena.clear(frame.offset, frame.size)
+        self.give_back(frame)
+
+    def give_back(self, frame: Frame) -> None:
+        """Free a frame, whoever answered for it (R5)."""
+        self.refund(frame)
         self.frames.free(frame)
+
+    def group(self, space: Space, workflow: int = 0) -> str:
+        """The quota group that a new block counts for."""
+        if self.shares is None:
+            return ""
+        return self.shares.group(space.namespace.tenant_salt, self.catalog.workflow_name(workflow))
+
+    def _charge(self, frame: Frame, group: str) -> None:
+        if self.shares is not None:
+            self.shares.ledger.charge(group, frame.size)
+            self._charged[frame.offset] = group, frame.size
+
+    def refund(self, frame: Frame) -> None:
+        """Nobody answers for a frame any more: it holds no page that counts."""
+        charge = self._charged.pop(frame.offset, None) if self._charged else None
+        if charge is not None and self.shares is not None:
+            self.shares.ledger.refund(*charge)
+
+    def _bytes_of(self, row: int) -> int:
+        frame = self.catalog.frame[row]
+        return frame.size if frame is not None else 0
+
+    def set_quota(self, group: str, quota: Quota) -> None:
+        """Set, replace or end a quota, and make the group keep it. Raises ValueError when the tier cannot."""
+        shares = self.shares or TierShares(self.catalog, self.arena.capacity_bytes, self._make_order)
+        regroups = shares.set_quota(group, quota)
+        if regroups or self.shares is None:
+            self._regroup(shares)
+        ceiling = quota.ceiling_bytes
+        while ceiling is not None and shares.ledger.used(group) > ceiling:
+            row = shares.order.pick(self._is_held, group=group)
+            if row == NO_ROW:
+                break
+            self._evict(row)
+
+    def _regroup(self, shares: TierShares) -> None:
+        catalog, charged = self.catalog, self._charged
+        rows = [row for row in range(len(catalog.frame)) if self.is_in_order(row)]
+        shares.regroup(self.order, rows, self._bytes_of, self.is_in_order)
+        self.shares, self.order = shares, shares.order
+        self._charged = {}
+        for row, frame in enumerate(catalog.frame):
+            if frame is None:
+                continue
+            charged.pop(frame.offset, None)
+            if row in self._is_late:
+                self._charge(frame, shares.group_of(row))
+            else:
+                self._charged[frame.offset] = shares.group_of(row), frame.size
+                self._tell_order(row)
+        # What is left is being filled, for who asked for it.
+        for offset, (group, size) in charged.items():
+            self._charged[offset] = group, size
+            shares.ledger.charge(group, size)
+
+    def is_in_order(self, row: int) -> bool:
+        """Whether the dram order has the block: it is in dram, and not waiting for a parent to come."""
+        return self.catalog.frame[row] is not None and row not in self._is_late
 
     def _close_ranks(self, size: int) -> None:
         """Move pages of other sizes together once that empties room for a frame of `size`.
@@ -126,6 +219,9 @@ class Residents:
         new.owner = row
         self.catalog.frame[row] = new
         self.frames.move(old, FrameState.EVICTING)
+        charge = self._charged.pop(old.offset, None)
+        if charge is not None:
+            self._charged[new.offset] = charge
         self.frames.free(old)
         self.counts["dram_moved_bytes"] += old.size
 
@@ -138,14 +234,40 @@ class Residents:
         key = self.catalog.key[row]
         frame = self._detach(row, FrameState.EVICTING)
         self.frames.free(frame)
+        self.ghosts.left(key, frame.size)
         self.counts["dram_evictions"] += 1
         self.outbox.tell(BlockEvicted(tier=TierName.DRAM, key=key.hex()[:16], reason="room"))
         self.forget_if_gone(row, MissReason.EVICTED)
+        if self._bereft:
+            self._follow()
+
+    def _follow(self) -> None:
+        """What belongs to a block that left goes as well; what cannot yet is the next to go (P3)."""
+        rest, self._bereft = self._bereft, []
+        self.advise(rest, prospect=Prospect.DONE)
+        for row in rest:
+            if self.is_in_order(row) and self.order.is_leaf(row) and not self._is_held(row):
+                self._evict(row)
 
     # -- blocks
 
-    def admit(self, row: int, frame: Frame) -> None:
-        """The page is in its frame, header and all: make it visible (R2)."""
+    def touch(self, rows: Sequence[int]) -> None:
+        """Blocks of a prefix were used, root first, in whatever tier they are."""
+        is_used, care = self.care.is_used, self.care
+        self.order.touch(care.used_with(rows, TierName.DRAM) if is_used else rows)
+        if self.touch_ssd is not None:
+            self.touch_ssd(care.used_with(rows, TierName.SSD) if is_used else rows)
+
+    def advise(
+        self, rows: Sequence[int], *, prospect: Prospect | None = None, loss: Loss | None = None
+    ) -> None:
+        """Tell the dram order of those of `rows` that it has."""
+        here = [row for row in rows if self.is_in_order(row)]
+        if here:
+            self.order.advise(here, prospect=prospect, loss=loss)
+
+    def admit(self, row: int, frame: Frame, *, is_back: bool = False) -> None:
+        """The page is in its frame, header and all: make it visible (R2). `is_back`: it was evicted before."""
         catalog = self.catalog
         self.frames.move(frame, FrameState.RESIDENT)
         frame.owner = row
@@ -154,7 +276,7 @@ class Residents:
             self._is_late.add(row)
             self._late.setdefault(parent, []).append(row)
         else:
-            self._enter_order(row, parent, frame)
+            self._enter_order(row, parent, frame, is_back=is_back)
         catalog.frame[row] = frame
         self.settle_late(row)
         page_bytes = catalog.space[row].layout.page_bytes
@@ -176,9 +298,25 @@ class Residents:
                     self._enter_order(child, self.catalog.parent_row(child), frame)
                     ready.append(child)
 
-    def _enter_order(self, row: int, parent: int, frame: Frame) -> None:
+    def _enter_order(self, row: int, parent: int, frame: Frame, *, is_back: bool = False) -> None:
         is_there = parent != NO_ROW and self.catalog.frame[parent] is not None and parent not in self._is_late
-        self.order.insert(row, parent if is_there else NO_ROW, frame.size)
+        if self.shares is None:
+            self.order.insert(row, parent if is_there else NO_ROW, frame.size, is_back=is_back)
+        else:
+            self.refund(frame)
+            self._charge(frame, self.shares.group_of(row))
+            self.shares.insert(row, parent if is_there else NO_ROW, frame.size, is_back=is_back)
+        if self.care.is_used:
+            self.care.entered(row, TierName.DRAM, self.order)
+        if self.catalog.segment[row] != NO_SEGMENT:
+            self.order.advise((row,), loss=Loss.RELOAD)
+
+    def _tell_order(self, row: int) -> None:
+        """What an order that was made anew does not know of a block."""
+        if self.catalog.segment[row] != NO_SEGMENT:
+            self.order.advise((row,), loss=Loss.RELOAD)
+        if self.care.is_used and self.care.is_pinned(row):
+            self.order.advise((row,), prospect=Prospect.PINNED)
 
     def _detach(self, row: int, state: FrameState) -> Frame:
         frame = self.catalog.frame[row]
@@ -188,7 +326,10 @@ class Residents:
             self._is_late.discard(row)
         else:
             self.order.remove(row)
+            if self.care.is_used:
+                self._bereft += self.care.left(row, TierName.DRAM)
         self.settle_late(row)
+        self.refund(frame)
         self.frames.move(frame, state)
         return frame
 
@@ -211,9 +352,13 @@ class Residents:
         catalog.promotion.pop(row, None)
         self.settle_late(row)
         self._forget(row, reason)
+        if self._bereft:
+            self._follow()
 
     def _forget(self, row: int, reason: MissReason) -> None:
         self.catalog.space[row].remember(self.catalog.key[row], reason)
+        if self.care.is_used:
+            self.care.gone(row)
         self.catalog.drop(row)
 
     def forget_if_gone(self, row: int, reason: MissReason) -> None:
@@ -235,9 +380,9 @@ class Residents:
         """Whether the block is still on its way to ssd."""
         return self.catalog.is_same(row, stamp) and bool(self.catalog.is_unwritten[row])
 
-    def queue_write(self, row: int) -> None:
-        """Note that a block is to be made durable."""
-        self.catalog.is_unwritten[row] = 1
+    def queue_write(self, row: int, *, is_back: bool = False) -> None:
+        """Note that a block is to be made durable. `is_back`: every tier had evicted it before."""
+        self.catalog.is_unwritten[row] = IS_BACK if is_back else 1
         self.unwritten.append((row, self.catalog.stamp[row]))
         self.outbox.changed.notify_all()
 
@@ -276,6 +421,11 @@ class Residents:
     def audit(self) -> None:
         """Recount everything. Raises InvariantError on the first thing that does not add up."""
         self.frames.audit()
+        if self.shares is not None:
+            self._audit_shares(self.shares)
+        self._audit_rows()
+
+    def _audit_rows(self) -> None:
         catalog, resident, count = self.catalog, 0, 0
         for space in self.spaces.values():
             for key, row in space.rows.items():
@@ -298,6 +448,16 @@ class Residents:
         in_dram = sum(frame is not None for frame in catalog.frame)
         if len(self.order) + len(self._is_late) != in_dram:
             raise InvariantError(f"{in_dram} blocks are in dram, the order has {len(self.order)}")
+
+    def _audit_shares(self, shares: TierShares) -> None:
+        charged = Counter[str]()
+        for group, size in self._charged.values():
+            charged[group] += size
+        if any(shares.ledger.used(group) != size for group, size in charged.items()):
+            raise InvariantError(f"frames are charged {charged}, groups hold {shares.ledger.total} bytes")
+        for row, frame in enumerate(self.catalog.frame):
+            if frame is not None and self._charged.get(frame.offset) != (shares.group_of(row), frame.size):
+                raise InvariantError(f"the frame of row {row} is charged to another group than its own")
 
 
 def _no_extent(row: int) -> None:

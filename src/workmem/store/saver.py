@@ -113,7 +113,7 @@ class SaverThread:
             _tell(page, state)
 
     def _save(self, space: Space, page: PageWrite) -> SaveState:
-        begun = self._pool.begin_save(space, page.block, _ROOM_WAIT_S)
+        begun = self._pool.begin_save(space, page.block, _ROOM_WAIT_S, page.workflow)
         if isinstance(begun, SaveState):
             return begun
         try:

@@ -7,20 +7,26 @@ otherwise; none does I/O on the pages.
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
-from workmem.core.events import BlockAdmitted, BlockEvicted
+from workmem.core.errors import InvariantError
+from workmem.core.events import BlockAdmitted, BlockEvicted, BoundReached
 from workmem.core.keys import BlockKey
 from workmem.core.outcomes import MissReason, TierName
 from workmem.policy.choose import EvictionName, make_order
-from workmem.policy.order import NO_ROW, EvictionOrder
+from workmem.policy.ghosts import ghosts_of
+from workmem.policy.order import NO_ROW, EvictionOrder, Loss, Prospect
+from workmem.policy.quotas import Quota
 from workmem.store.arena import ALIGNMENT_BYTES
-from workmem.store.catalog import NO_SEGMENT, Space
+from workmem.store.catalog import IS_BACK, NO_SEGMENT, Space
 from workmem.store.residents import Residents
+from workmem.store.shares import TierShares
 from workmem.store.ssd_strikes import Strikes
 from workmem.store.tiers.entries import snapshot
 from workmem.store.tiers.segments import Extent, Segment
@@ -47,13 +53,20 @@ class SsdIndex:
     def __init__(self, state: Residents, capacity_bytes: int, eviction: EvictionName) -> None:
         self._state = state
         self._catalog = state.catalog
-        self.order: EvictionOrder = make_order(eviction, capacity_bytes)
+        self._make_order = partial(make_order, eviction, capacity_bytes)
+        self.order: EvictionOrder = self._make_order()
+        self.ghosts = ghosts_of(capacity_bytes)
+        self.shares: TierShares | None = None
+        """Set with the first quota; its order is then `order`."""
+        self._in_flight: dict[tuple[int, int], tuple[str, int]] = {}
+        """Group and bytes of pages that are being written, by row and stamp, where there are quotas."""
         self.segments: dict[int, Segment] = {}
         self.live_bytes = 0
         self.page_count = 0
         self.strikes = Strikes(state.outbox)
         state.drop_extent = self._strike
-        state.touch_ssd = self.order.touch
+        state.touch_ssd = self._touch
+        state.advise_ssd = self._advise
 
     @property
     def file_bytes(self) -> int:
@@ -84,7 +97,10 @@ class SsdIndex:
             lengths = np.frombuffer(catalog.length, dtype=np.uint32)[places].astype(np.int64)
             numbers = np.frombuffer(catalog.segment, dtype=np.uint32)[places]
             sizes = array("q", (lengths * ALIGNMENT_BYTES).tobytes())
-            self.order.restore(rows, parents, sizes)
+            if self.shares is None:
+                self.order.restore(rows, parents, sizes)
+            else:
+                self.shares.restore(rows, parents, sizes)
             for number in np.unique(numbers).tolist():
                 segment, here = self.segments[number], numbers == number
                 segment.page_count += int(here.sum())
@@ -109,19 +125,96 @@ class SsdIndex:
     def evict(self, bytes_wanted: int) -> int:
         """Strike out the least worth keeping, children before parents (R7). Returns bytes given up."""
         freed = 0
-        catalog = self._catalog
+        gone: list[int] = []
         with self._state.outbox:
             while freed < bytes_wanted:
-                row = self.order.pick(_never_held)
+                if self.shares is None:
+                    row = self.order.pick(_never_held)
+                else:
+                    row = self.shares.victim(None, 0, _never_held, self._bytes_of)
                 if row == NO_ROW:
                     break
-                freed += catalog.length[row] * ALIGNMENT_BYTES
-                key = catalog.key[row].hex()[:16]
-                self._strike(row)
-                self._state.counts["ssd_evictions"] += 1
-                self._state.outbox.tell(BlockEvicted(tier=TierName.SSD, key=key, reason="room"))
-                self._state.forget_if_gone(row, MissReason.EVICTED)
+                freed += self._evict(row, gone)
+            # To dram, what it still has of them is the only copy again.
+            self._state.advise(gone, loss=Loss.RECOMPUTE)
         return freed
+
+    def _evict(self, row: int, gone: list[int]) -> int:
+        """Returns the bytes given up, those of its life group included (P3)."""
+        line, freed = [row], 0
+        while line:
+            row = line.pop(0)
+            freed += self._bytes_of(row)
+            key = self._catalog.key[row]
+            rest = self._strike(row)
+            self.ghosts.left(key, self._bytes_of(row))
+            self._state.counts["ssd_evictions"] += 1
+            self._state.outbox.tell(BlockEvicted(tier=TierName.SSD, key=key.hex()[:16], reason="room"))
+            self._state.forget_if_gone(row, MissReason.EVICTED)
+            gone.append(row)
+            line += [other for other in rest if self.order.is_leaf(other)]
+        return freed
+
+    # -- quotas
+
+    def set_quota(self, group: str, quota: Quota, capacity_bytes: int) -> None:
+        """As `Residents.set_quota`, for this tier. The lock is held by the caller."""
+        shares = self.shares or TierShares(self._catalog, capacity_bytes, self._make_order)
+        if shares.set_quota(group, quota) or self.shares is None:
+            rows = [row for row, number in enumerate(self._catalog.segment) if number != NO_SEGMENT]
+            shares.regroup(self.order, rows, self._bytes_of, self._is_here)
+            for name, size in self._in_flight.values():
+                shares.ledger.charge(name, size)
+            self.shares, self.order = shares, shares.order
+            if self._state.care.is_used:
+                pinned = [row for row in rows if self._state.care.is_pinned(row)]
+                self.order.advise(pinned, prospect=Prospect.PINNED)
+        self._keep_ceiling(shares, group, 0)
+
+    def begin_write(self, row: int, stamp: int, size: int) -> bool:
+        """Whether the quotas have room for a page, which its group makes (Q1). The lock is held by the caller."""
+        self.ghosts.asked(self._catalog.key[row])
+        shares = self.shares
+        if shares is None:
+            return True
+        group = shares.group_of(row)
+        if not shares.ledger.admits(group, size) or not self._keep_ceiling(shares, group, size):
+            ceiling, used = shares.ledger.quota(group).ceiling_bytes, shares.ledger.used(group)
+            detail = f"group {group!r} holds {used} bytes and may take no more: a page stays in dram only"
+            self._state.outbox.tell(BoundReached(name="store.quota.ssd", limit=ceiling or 0, detail=detail))
+            return False
+        shares.ledger.charge(group, size)
+        self._in_flight[row, stamp] = group, size
+        return True
+
+    def end_write(self, row: int, stamp: int) -> None:
+        """A page that `begin_write` let through is placed, given up, or tried again. The lock is held by the caller."""
+        charge = self._in_flight.pop((row, stamp), None)
+        if charge is not None and self.shares is not None:
+            self.shares.ledger.refund(*charge)
+
+    def audit(self) -> None:
+        """Recount what the groups hold. The lock is held by the caller. Raises InvariantError when it is not so."""
+        if self.shares is None:
+            return
+        held = Counter[str]()
+        for row, number in enumerate(self._catalog.segment):
+            if number != NO_SEGMENT:
+                held[self.shares.group_of(row)] += self._bytes_of(row)
+        for group, size in self._in_flight.values():
+            held[group] += size
+        if any(self.shares.ledger.used(group) != size for group, size in held.items()):
+            raise InvariantError(f"groups hold {held} bytes on ssd, their ledger says otherwise")
+
+    def _keep_ceiling(self, shares: TierShares, group: str, size: int) -> bool:
+        gone: list[int] = []
+        while shares.ledger.is_over(group, size):
+            row = shares.order.pick(_never_held, group=group)
+            if row == NO_ROW:
+                break
+            self._evict(row, gone)
+        self._state.advise(gone, loss=Loss.RECOMPUTE)
+        return not shares.ledger.is_over(group, size)
 
     def drop_segment(self, segment: Segment) -> None:
         """Take a segment out of the index; whatever still lies in it leaves service."""
@@ -177,6 +270,7 @@ class SsdIndex:
 
         If its block left meanwhile, what the journal now says of it must be struck out.
         """
+        self.end_write(row, stamp)
         if not self._catalog.is_same(row, stamp):
             self.strikes.strike_out(space, identity[0], extent.segment)
             return
@@ -209,8 +303,29 @@ class SsdIndex:
         self.live_bytes += extent.length
         self.page_count += 1
         parent = catalog.parent_row(row)
-        is_there = parent != NO_ROW and catalog.segment[parent] != NO_SEGMENT
-        self.order.insert(row, parent if is_there else NO_ROW, extent.length)
+        parent = parent if parent != NO_ROW and self._is_here(parent) else NO_ROW
+        is_back = catalog.is_unwritten[row] == IS_BACK
+        if self.shares is None:
+            self.order.insert(row, parent, extent.length, is_back=is_back)
+        else:
+            self.shares.ledger.charge(self.shares.group_of(row), extent.length)
+            self.shares.insert(row, parent, extent.length, is_back=is_back)
+        if self._state.care.is_used:
+            self._state.care.entered(row, TierName.SSD, self.order)
+
+    def _is_here(self, row: int) -> bool:
+        return self._catalog.segment[row] != NO_SEGMENT
+
+    def _bytes_of(self, row: int) -> int:
+        return self._catalog.length[row] * ALIGNMENT_BYTES
+
+    def _touch(self, rows: Sequence[int]) -> None:
+        self.order.touch(rows)
+
+    def _advise(self, rows: Sequence[int], prospect: Prospect) -> None:
+        here = [row for row in rows if self._is_here(row)]
+        if here:
+            self.order.advise(here, prospect=prospect)
 
     def _note_place(self, row: int, extent: Extent) -> None:
         catalog = self._catalog
@@ -219,7 +334,8 @@ class SsdIndex:
         catalog.length[row] = extent.length // ALIGNMENT_BYTES
         catalog.header_sum[row] = extent.header_sum
 
-    def _strike(self, row: int) -> None:
+    def _strike(self, row: int) -> list[int]:
+        """The page leaves service. Returns the rest of its life group, which is to go next (P3)."""
         catalog = self._catalog
         length, segment = catalog.length[row] * ALIGNMENT_BYTES, self.segments[catalog.segment[row]]
         catalog.segment[row] = NO_SEGMENT
@@ -228,8 +344,15 @@ class SsdIndex:
         self.live_bytes -= length
         self.page_count -= 1
         self.order.remove(row)
+        if self.shares is not None:
+            self.shares.ledger.refund(self.shares.group_of(row), length)
         space = catalog.space[row]
         self.strikes.strike_out(space, catalog.key[row], segment)
+        if not self._state.care.is_used:
+            return []
+        rest = self._state.care.left(row, TierName.SSD)
+        self._advise(rest, Prospect.DONE)
+        return rest
 
 
 def _never_held(row: int) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from workmem.policy.order import Loss
 from workmem.store.catalog import Space
 from workmem.store.frames import Frame
 from workmem.store.residents import Residents
@@ -64,6 +65,10 @@ class WriteQueue:
                 if jobs and total + frame.size > bytes_max:
                     break
                 queue.popleft()
+                if not self._index.begin_write(row, stamp, frame.size):
+                    state.counts["writes_given_up"] += 1
+                    state.write_ended(row, stamp)
+                    continue
                 frame.pins += 1
                 jobs.append(WriteJob(row, stamp, catalog.space[row], frame))
                 total += frame.size
@@ -78,7 +83,12 @@ class WriteQueue:
             for position, job in enumerate(jobs):
                 if extents is not None:
                     self._index.admit(job.row, job.stamp, job.space, self._identity(job), extents[position])
+                else:
+                    self._index.end_write(job.row, job.stamp)
             state.writes_in_flight -= len(jobs)
+            if extents is not None:
+                rows = [job.row for job in jobs if self._catalog.is_same(job.row, job.stamp)]
+                state.advise(rows, loss=Loss.RELOAD)
             for job in jobs:
                 state.write_ended(job.row, job.stamp)
             state.unpin([job.frame for job in jobs])
@@ -88,6 +98,7 @@ class WriteQueue:
         with self._state.outbox:
             for job in reversed(jobs):
                 self._state.unwritten.appendleft((job.row, job.stamp))
+                self._index.end_write(job.row, job.stamp)
             self._state.writes_in_flight -= len(jobs)
             self._state.unpin([job.frame for job in jobs])
 

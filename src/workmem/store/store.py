@@ -16,10 +16,11 @@ from workmem.core.keys import KEY_BYTES, BlockKey
 from workmem.core.layout import Namespace
 from workmem.core.outcomes import Lookup, MissReason, TierName
 from workmem.core.units import parse_bytes
+from workmem.policy.order import Prospect
 from workmem.store.arena import Arena
 from workmem.store.breaker import Breaker
 from workmem.store.config import StoreConfig
-from workmem.store.contract import PageWrite
+from workmem.store.contract import PageWrite, PinResult
 from workmem.store.device import BlockDevice, HostDevice
 from workmem.store.frames import FrameState
 from workmem.store.lease import PageLease
@@ -29,6 +30,7 @@ from workmem.store.saver import SaverThread
 from workmem.store.scrub_source import SsdScrubSource
 from workmem.store.scrubber import Scrubber, ScrubThread
 from workmem.store.ssd_index import StoredPage
+from workmem.store.steering import PinDesk, QuotaDesk, ghost_gauges, set_quotas
 from workmem.store.ticker import TickerThread
 from workmem.store.tiers.folder import StoreFolder
 from workmem.store.tiers.free_space import parse_keep_free
@@ -69,12 +71,16 @@ class Store:
         ssd_bytes = parse_bytes(config.ssd.bytes, "$.store.ssd.bytes")
         scrub_rate = parse_bytes(config.ssd.scrub_bytes_per_s, "$.store.ssd.scrub_bytes_per_s")
         self._arena = Arena(dram_bytes, config.dram.path)
-        self._pool = Pool(self._arena, self._clock, sink, config.dram.eviction)
+        pins = parse_keep_free(config.pins.budget, "$.store.pins.budget").of(dram_bytes)
+        self._pool = Pool(self._arena, self._clock, sink, config.dram.eviction, pins)
+        self._pins = PinDesk(self._pool.state, self._clock)
         self._breaker = Breaker(self._clock, sink, config.ssd.retry_s)
         self._tier: SsdTier | None = None
         self.ssd_problem = ""
         """Why dram serves alone although the ssd is enabled; empty where it does not."""
+        self._quotas = QuotaDesk(self._pool.state, None, 0)
         try:
+            set_quotas(self._quotas, config.quotas, TierName.DRAM)
             if config.ssd.enabled:
                 self._tier = self._open_ssd(device or HostDevice(), sink, ssd_bytes)
         except BaseException:
@@ -166,7 +172,30 @@ class Store:
             if self._tier is not None:
                 self._tier.index.strikes.drop_space(space)
             self._pool.sweep(space)
+            self._pins.purged(space.root)
         return count
+
+    def pin(self, root: bytes, keys: Sequence[BlockKey], *, owner: str, name: str, ttl_s: float) -> PinResult:
+        """See `Steering.pin`."""
+        return self._pins.pin(self._pool.space(root), keys, owner, name, ttl_s)
+
+    def unpin(self, owner: str, name: str) -> bool:
+        """See `Steering.unpin`."""
+        return self._pins.unpin(owner, name)
+
+    def announce(self, root: bytes, keys: Sequence[BlockKey], prospect: Prospect) -> int:
+        """See `Steering.announce`."""
+        return self._pins.announce(self._pool.space(root), keys, prospect)
+
+    def bind(self, root: bytes, keys: Sequence[BlockKey], group: str) -> int:
+        """See `Steering.bind`."""
+        return self._pins.bind(self._pool.space(root), keys, group)
+
+    def set_quota(
+        self, group: str, tier: TierName, *, floor_bytes: int = 0, ceiling_bytes: int | None = None
+    ) -> None:
+        """See `Steering.set_quota`."""
+        self._quotas.set_quota(group, tier, floor_bytes, ceiling_bytes)
 
     def dram_capacity_bytes(self) -> int:
         """See `KVStore.dram_capacity_bytes`. Counted for the largest registered page."""
@@ -210,6 +239,11 @@ class Store:
             "store_unwritten_pages": len(pool.unwritten),
         }
         readings |= {f"store_{name}_total": pool.counts[name] for name in _COUNTERS}
+        readings |= {
+            "store_pins": len(self._pins),
+            "store_life_groups": pool.care.group_count,
+        }
+        readings |= ghost_gauges(TierName.DRAM, pool.ghosts) | self._quotas.gauges()
         if self._tier is not None:
             index = self._tier.index
             readings |= {
@@ -220,7 +254,7 @@ class Store:
                 "store_ssd_error": float(self._breaker.writes_open or self._breaker.reads_open),
                 "store_ssd_read_errors_total": self._breaker.read_errors,
                 "store_ssd_write_errors_total": self._breaker.write_errors,
-            }
+            } | ghost_gauges(TierName.SSD, index.ghosts)
         if self._scrubber is not None:
             counts = msgspec.structs.asdict(self._scrubber.counts)
             readings |= {f"store_scrubbed_{name}_total": count for name, count in counts.items()}
@@ -253,6 +287,7 @@ class Store:
     def _tick(self) -> None:
         self._warm()
         self._pool.leases.expire_leases()
+        self._pins.expire()
         if self._tier is not None and not self._tier.folder_is_ours():
             self._breaker.folder_lost()
         self._breaker.tick()
@@ -275,6 +310,8 @@ class Store:
         """Check the ledger and every link of the index. Raises InvariantError; for tests."""
         with self._pool.state.outbox:
             self._pool.state.audit()
+            if self._tier is not None:
+                self._tier.index.audit()
 
     def _open_ssd(self, device: BlockDevice, sink: EventSink, capacity_bytes: int) -> SsdTier | None:
         keep_free = parse_keep_free(self._config.ssd.keep_free, "$.store.ssd.keep_free")
@@ -284,10 +321,13 @@ class Store:
             tier = SsdTier(folder, self._pool, device, sink, capacity_bytes, keep_free, ssd.eviction)
             if self._config.ssd.io == "buffered":
                 tier.use_buffered()
+            self._quotas = QuotaDesk(self._pool.state, tier.index, tier.writes.extent_bytes_max)
+            set_quotas(self._quotas, self._config.quotas, TierName.SSD)
             tier.open()
         except OSError as error:
             # The disk, not the setting: what can be served without it is served.
             folder.close()
+            self._quotas = QuotaDesk(self._pool.state, None, 0)
             self.ssd_problem = f"cannot be opened ({error}); dram serves alone until the next start"
             sink(TierStateChanged(tier=TierName.SSD, state="error", reason=self.ssd_problem))
             return None
@@ -314,4 +354,6 @@ _COUNTERS = (
     "ssd_moved_bytes",
     "ssd_writes_failed",
     "writes_given_up",
+    "pins_demoted",
+    "pins_expired",
 )

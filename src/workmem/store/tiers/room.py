@@ -18,7 +18,7 @@ from workmem.store.tiers.folder import StoreFolder
 from workmem.store.tiers.free_space import KeepFree, read_free_space, usable_bytes
 from workmem.store.tiers.page_check import read_page
 from workmem.store.tiers.segment_files import SegmentFiles
-from workmem.store.tiers.segments import Extent, Segment
+from workmem.store.tiers.segments import SEGMENT_HEADER_BYTES, Extent, Segment
 
 if TYPE_CHECKING:
     from workmem.store.tiers.journal import Record
@@ -65,7 +65,10 @@ class Room:
             elif victim.live_bytes * 2 <= victim.size:
                 self.compact(victim)
             elif not self._index.evict(max(need, self._files.segment_bytes // 4)):
-                break
+                if victim.live_bytes + SEGMENT_HEADER_BYTES >= victim.size:
+                    break
+                # What is left is promised to somebody: dead bytes between it are all there is to gain.
+                self.compact(victim)
         if usable < self.capacity_bytes and self._index.file_bytes + need > usable:
             raise OSError(errno.ENOSPC, f"{need} bytes would take what store.ssd.keep_free leaves to others")
 

@@ -158,3 +158,13 @@ def test_upstream_mode_serves_without_torch_and_stops_when_told(name):
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(server.pid, signal.SIGKILL)
+
+
+def test_config_show_writes_quotas_that_can_be_read_again(capsys):
+    Path("quotas.toml").write_text('[store.quotas."acme/batch"]\ndram_ceiling = "1GiB"\n')
+    assert main(["config", "show", "--config", "quotas.toml"]) == 0
+    shown = capsys.readouterr().out
+    assert '"dram_ceiling" = "1GiB"' in shown
+    Path("shown.toml").write_text(shown)
+    assert main(["config", "show", "--config", "shown.toml"]) == 0
+    assert capsys.readouterr().out == shown

@@ -39,16 +39,18 @@ SSD_BYTES = 640 * 1024
 class StoreMachine(RuleBasedStateMachine):
     leases = Bundle("leases")
 
-    @initialize()
-    def start(self) -> None:
+    @initialize(eviction=st.sampled_from(["value", "segmented_lru", "s3fifo", "lru"]))
+    def start(self, eviction: str) -> None:
+        self.eviction = eviction
         self.folder = Path(tempfile.mkdtemp(prefix="workmem-machine-"))
         self.saved: set[bytes] = set()
         self.held: list = []
         self.open()
 
     def open(self) -> None:
-        ssd = SsdConfig(path=str(self.folder / "store"), bytes=SSD_BYTES, readers=2)
-        self.store = Store(StoreConfig(dram=DramConfig(bytes=DRAM_BYTES), ssd=ssd))
+        ssd = SsdConfig(path=str(self.folder / "store"), bytes=SSD_BYTES, readers=2, eviction=self.eviction)
+        dram = DramConfig(bytes=DRAM_BYTES, eviction=self.eviction)
+        self.store = Store(StoreConfig(dram=dram, ssd=ssd))
         for space in SPACES:
             self.store.register(space)
 

@@ -9,7 +9,7 @@ No lock here: only the pool calls this, under its own (R1).
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 from heapq import nsmallest
 from itertools import accumulate
 
@@ -33,8 +33,8 @@ _FREES_BETWEEN_TRIES = 16
 NO_OWNER = -1
 
 
-class FrameState(Enum):
-    """Where a frame is in its life."""
+class FrameState(StrEnum):
+    """Where a frame is in its life. Strings, whose hash is free: several steps per page are looked up by it."""
 
     FREE = "free"
     RESERVED = "reserved"

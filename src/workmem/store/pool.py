@@ -86,46 +86,34 @@ class Pool:
         """A FILLING frame for `block`, or how the save ends at once. Waits for room up to `wait_s`."""
         until = self._clock.monotonic() + wait_s
         with self.state.outbox:
-            if space.is_purged or self._collides(space, block):
-                self.state.counts["saves_dropped"] += 1
-                return SaveState.DROPPED
-            while True:
-                if self._holds(space, block):
-                    return SaveState.ALREADY_THERE
-                frame = self.state.reserve(space.frame_bytes)
-                if frame is not None:
-                    break
+            while (begun := self._begin(space, block)) is None:
                 left = until - self._clock.monotonic()
                 if left <= 0 or not (self.state.unwritten or self.state.writes_in_flight):
                     self._no_room(space)
                     return SaveState.DROPPED
                 self.state.outbox.changed.wait(left)
-            space.filling.add(block.key)
-            self.state.start_filling(frame, space)
-            return frame
+            return begun
+
+    def begin_saves(self, space: Space, blocks: Sequence[BlockId]) -> list[Frame | SaveState]:
+        """As `begin_save`, many at once and without waiting: the answers end before the first that finds no room."""
+        begun: list[Frame | SaveState] = []
+        with self.state.outbox:
+            for block in blocks:
+                answer = self._begin(space, block)
+                if answer is None:
+                    break
+                begun.append(answer)
+        return begun
 
     def commit_save(self, space: Space, block: BlockId, frame: Frame) -> SaveState:
         """The frame holds the page and its header says so: make it visible (R2)."""
-        state = self.state
-        with state.outbox:
-            space.filling.discard(block.key)
-            if space.is_purged:
-                state.wipe(frame)
-                state.counts["saves_dropped"] += 1
-                return SaveState.DROPPED
-            row = space.rows.get(block.key)
-            if row is None:
-                row = state.catalog.add(space, block.key, block.parent, block.depth)
-            elif state.catalog.frame[row] is not None or row in state.catalog.promotion:
-                state.frames.free(frame)
-                return SaveState.ALREADY_THERE
-            state.admit(row, frame)
-            space.ghosts.pop(block.key, None)
-            state.counts["saves"] += 1
-            state.counts["saved_bytes"] += space.layout.page_bytes
-            if state.wants_writes and state.catalog.segment[row] == NO_SEGMENT:
-                state.queue_write(row)
-            return SaveState.STORED
+        with self.state.outbox:
+            return self._commit(space, block, frame)
+
+    def commit_saves(self, space: Space, filled: Sequence[tuple[BlockId, Frame]]) -> list[SaveState]:
+        """As `commit_save`, many at once; parents come before their children."""
+        with self.state.outbox:
+            return [self._commit(space, block, frame) for block, frame in filled]
 
     def abort_save(self, space: Space, block: BlockId, frame: Frame) -> None:
         """The page was not written and nobody writes to the frame any more: give it back (R5)."""
@@ -196,6 +184,43 @@ class Pool:
                 del self.state.spaces[space.root]
 
     # -- inside the lock
+
+    def _begin(self, space: Space, block: BlockId) -> Frame | SaveState | None:
+        """A FILLING frame, or how the save ends; None when there is no room."""
+        state = self.state
+        if space.is_purged or self._collides(space, block):
+            state.counts["saves_dropped"] += 1
+            return SaveState.DROPPED
+        if self._holds(space, block):
+            return SaveState.ALREADY_THERE
+        frame = state.reserve(space.frame_bytes)
+        if frame is None:
+            return None
+        space.filling.add(block.key)
+        state.start_filling(frame, space)
+        return frame
+
+    def _commit(self, space: Space, block: BlockId, frame: Frame) -> SaveState:
+        state, key = self.state, block.key
+        space.filling.discard(key)
+        if space.is_purged:
+            state.wipe(frame)
+            state.counts["saves_dropped"] += 1
+            return SaveState.DROPPED
+        catalog = state.catalog
+        row = space.rows.get(key)
+        if row is None:
+            row = catalog.add(space, key, block.parent, block.depth)
+        elif catalog.frame[row] is not None or row in catalog.promotion:
+            state.frames.free(frame)
+            return SaveState.ALREADY_THERE
+        state.admit(row, frame)
+        space.ghosts.pop(key, None)
+        state.counts["saves"] += 1
+        state.counts["saved_bytes"] += space.page_bytes
+        if state.wants_writes and catalog.segment[row] == NO_SEGMENT:
+            state.queue_write(row)
+        return SaveState.STORED
 
     def _open_space(self, namespace: Namespace, number: int | None) -> Space:
         self._numbers = max(self._numbers + 1, number or 0)

@@ -139,7 +139,8 @@ class Residents:
         frame = self._detach(row, FrameState.EVICTING)
         self.frames.free(frame)
         self.counts["dram_evictions"] += 1
-        self.outbox.tell(BlockEvicted(tier=TierName.DRAM, key=key.hex()[:16], reason="room"))
+        if self.outbox.is_heard:
+            self.outbox.tell(BlockEvicted(tier=TierName.DRAM, key=key[:8].hex(), reason="room"))
         self.forget_if_gone(row, MissReason.EVICTED)
 
     # -- blocks
@@ -157,10 +158,11 @@ class Residents:
             self._enter_order(row, parent, frame)
         catalog.frame[row] = frame
         self.settle_late(row)
-        page_bytes = catalog.space[row].layout.page_bytes
-        self.outbox.tell(
-            BlockAdmitted(tier=TierName.DRAM, key=catalog.key[row].hex()[:16], page_bytes=page_bytes)
-        )
+        if self.outbox.is_heard:
+            page_bytes = catalog.space[row].page_bytes
+            self.outbox.tell(
+                BlockAdmitted(tier=TierName.DRAM, key=catalog.key[row][:8].hex(), page_bytes=page_bytes)
+            )
 
     def settle_late(self, row: int) -> None:
         """`row` is in the order now, or will not come: those that waited for it enter, parents first."""

@@ -18,14 +18,17 @@ from workmem.core.outcomes import Lookup, MissReason, TierName
 from workmem.core.units import parse_bytes
 from workmem.store.arena import Arena
 from workmem.store.breaker import Breaker
+from workmem.store.catalog import Space
 from workmem.store.config import StoreConfig
-from workmem.store.contract import PageWrite
+from workmem.store.contract import BlockId, PageWrite, SaveState
+from workmem.store.copying import Bytes
 from workmem.store.device import BlockDevice, HostDevice
 from workmem.store.frames import FrameState
 from workmem.store.lease import PageLease
 from workmem.store.pool import Pool
 from workmem.store.reader import ReaderThreads
 from workmem.store.saver import SaverThread
+from workmem.store.saving import NewPage, save_pages
 from workmem.store.scrub_source import SsdScrubSource
 from workmem.store.scrubber import Scrubber, ScrubThread
 from workmem.store.ssd_index import StoredPage
@@ -61,6 +64,7 @@ class Store:
         device: BlockDevice | None = None,
     ) -> None:
         self._config = config
+        self._sink = sink
         self._clock = clock or SystemClock()
         self._closed = False
         self._moved = self._restored_bytes = 0
@@ -140,16 +144,34 @@ class Store:
 
     def save(self, root: bytes, pages: Sequence[PageWrite]) -> None:
         """See `KVStore.save`. Raises InvariantError on a block that does not fit the namespace."""
+        self._saver.put(self._fitting(root, [page.block for page in pages]), pages)
+
+    def _fitting(self, root: bytes, blocks: Sequence[BlockId]) -> Space:
+        """The space under `root`. Raises InvariantError on a block that does not fit it."""
         space = self._pool.space(root)
-        for page in pages:
-            block = page.block
+        tokens = space.layout.block_tokens
+        for block in blocks:
             if len(block.key) != KEY_BYTES or len(block.parent) != KEY_BYTES:
                 raise InvariantError(f"block key and parent are {KEY_BYTES} bytes each")
-            if len(block.tokens) != space.layout.block_tokens:
-                raise InvariantError(
-                    f"a block has {space.layout.block_tokens} tokens here, not {len(block.tokens)}"
-                )
-        self._saver.put(space, pages)
+            if len(block.tokens) != tokens:
+                raise InvariantError(f"a block has {tokens} tokens here, not {len(block.tokens)}")
+        return space
+
+    def put(self, root: bytes, pages: Sequence[tuple[BlockId, Bytes]]) -> list[SaveState]:
+        """Save pages now, on the caller's thread: for one whose memory is about to change. How each ended.
+
+        Each page is `page_bytes` contiguous bytes of the caller's, read once; what is STORED can be looked up on
+        return, and goes to ssd behind. Parents come before their children. Waits for room as `save` does: for
+        nothing but the disk, and at most a second a page. Raises InvariantError on a block or a page that does not
+        fit the namespace, or where the store is closed.
+        """
+        if self._closed:
+            raise InvariantError("put on a closed store")
+        space = self._fitting(root, [block for block, _ in pages])
+        copy = space.copy
+        return save_pages(
+            self._pool, self._sink, space, [NewPage(block, copy.writing(source)) for block, source in pages]
+        )
 
     def purge(self, chosen: Callable[[Namespace], bool]) -> int:
         """Take out every namespace that `chosen` accepts: a tenant, a model, an epoch. Returns the blocks.

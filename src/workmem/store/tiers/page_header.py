@@ -50,6 +50,26 @@ def layout_digest(layout: KVLayout) -> bytes:
     return hashlib.sha256(msgspec.json.encode(layout, order="sorted")).digest()
 
 
+class _Form(msgspec.Struct, frozen=True):
+    """What all headers of one layout have in common, worked out once: one is written for every page saved."""
+
+    body: struct.Struct
+    """Everything but the generation, zeros behind the checksums included."""
+    size: int
+    digest: bytes
+    page_bytes: int
+    slices: int
+
+
+@lru_cache(maxsize=64)
+def _form(layout: KVLayout) -> _Form:
+    size, slices = header_bytes(layout), layout.slice_count
+    values = f"{_FIXED.format}{layout.block_tokens}I{slices}Q"
+    zeros = size - GENERATION_BYTES - struct.calcsize(values)
+    body = struct.Struct(f"{values}{zeros}x")
+    return _Form(body, size, layout_digest(layout), layout.page_bytes, slices)
+
+
 @lru_cache(maxsize=64)
 def header_bytes(layout: KVLayout) -> int:
     """Bytes a header takes, aligned like the payload behind it."""
@@ -58,27 +78,27 @@ def header_bytes(layout: KVLayout) -> int:
 
 def pack(header: PageHeader, layout: KVLayout, into: memoryview) -> int:
     """Write `header` into `header_bytes(layout)` bytes, all but the generation. Returns its checksum."""
-    end = header_bytes(layout) - GENERATION_BYTES
-    tokens, checksums = header.tokens, header.checksums
-    body = _FIXED.pack(
+    form = _form(layout)
+    form.body.pack_into(
+        into,
+        0,
         MAGIC,
         0,
         header.root,
         header.key,
         header.parent,
-        layout_digest(layout),
-        layout.page_bytes,
-        header.stored_bytes or layout.page_bytes,
+        form.digest,
+        form.page_bytes,
+        header.stored_bytes or form.page_bytes,
         header.depth,
-        len(tokens),
-        len(checksums),
-        header_bytes(layout),
+        layout.block_tokens,
+        form.slices,
+        form.size,
         header.codec,
+        *header.tokens,
+        *header.checksums,
     )
-    body += struct.pack(f"<{len(tokens)}I{len(checksums)}Q", *tokens, *checksums)
-    into[: len(body)] = body
-    into[len(body) : end] = bytes(end - len(body))
-    checksum = xxhash.xxh3_64_intdigest(into[_SUMMED_FROM:end])
+    checksum = xxhash.xxh3_64_intdigest(into[_SUMMED_FROM : form.size - GENERATION_BYTES])
     _SUM.pack_into(into, 8, checksum)
     return checksum
 

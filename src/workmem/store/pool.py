@@ -188,7 +188,7 @@ class Pool:
     def _begin(self, space: Space, block: BlockId) -> Frame | SaveState | None:
         """A FILLING frame, or how the save ends; None when there is no room."""
         state = self.state
-        if space.is_purged or self._collides(space, block):
+        if space.is_purged or (block.key in space.rows and self._collides(space, block)):
             state.counts["saves_dropped"] += 1
             return SaveState.DROPPED
         if self._holds(space, block):

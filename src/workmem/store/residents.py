@@ -61,10 +61,11 @@ class Residents:
                 continue
             if row == NO_ROW:
                 return None
-            other_size = self.catalog.space[row].frame_bytes != size
-            self._evict(row)
-            if other_size:
-                self._close_ranks(size)
+            victim = self._evict(row)
+            if victim.size == size:
+                return self.frames.reuse(victim)
+            self.frames.free(victim)
+            self._close_ranks(size)
             frame = self.frames.reserve(size)
         return frame
 
@@ -134,14 +135,15 @@ class Residents:
         assert frame is not None
         return frame.pins > 0 or bool(self.catalog.is_unwritten[row])
 
-    def _evict(self, row: int) -> None:
+    def _evict(self, row: int) -> Frame:
+        """Take a victim's page out of service. Its frame is EVICTING: to be freed or reused."""
         key = self.catalog.key[row]
         frame = self._detach(row, FrameState.EVICTING)
-        self.frames.free(frame)
         self.counts["dram_evictions"] += 1
         if self.outbox.is_heard:
             self.outbox.tell(BlockEvicted(tier=TierName.DRAM, key=key[:8].hex(), reason="room"))
         self.forget_if_gone(row, MissReason.EVICTED)
+        return frame
 
     # -- blocks
 
@@ -157,7 +159,8 @@ class Residents:
         else:
             self._enter_order(row, parent, frame)
         catalog.frame[row] = frame
-        self.settle_late(row)
+        if self._late:
+            self.settle_late(row)
         if self.outbox.is_heard:
             page_bytes = catalog.space[row].page_bytes
             self.outbox.tell(
@@ -190,7 +193,8 @@ class Residents:
             self._is_late.discard(row)
         else:
             self.order.remove(row)
-        self.settle_late(row)
+        if self._late:
+            self.settle_late(row)
         self.frames.move(frame, state)
         return frame
 

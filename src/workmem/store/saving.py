@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-
-import msgspec
+from typing import NamedTuple
 
 from workmem.core.events import BoundReached, EventSink
 from workmem.store.catalog import Space
@@ -31,7 +30,7 @@ Write = Callable[[memoryview], tuple[int, ...]]
 """Fills the payload of a page; returns the checksum of each slice."""
 
 
-class NewPage(msgspec.Struct, frozen=True):
+class NewPage(NamedTuple):
     """A page to be saved."""
 
     block: BlockId
@@ -58,45 +57,43 @@ def save_pages(pool: Pool, sink: EventSink, space: Space, pages: Sequence[NewPag
 
 def write_page(space: Space, page: NewPage, whole: memoryview) -> None:
     """Write a page into its frame: the payload first, then the header that vouches for it (R2)."""
-    start, end = space.header_bytes, space.header_bytes + space.page_bytes
-    with whole[start:end] as payload:
+    end = space.header_bytes + space.page_bytes
+    with whole[space.header_bytes : end] as payload:
         checksums = page.write(payload)
-    if end < len(whole):
+    if end < space.frame_bytes:
         # The rest of the frame goes to disk along with the page: nothing of a former page may.
-        whole[end:] = bytes(len(whole) - end)
+        whole[end:] = bytes(space.frame_bytes - end)
     block = page.block
     header = PageHeader(space.root, block.key, block.parent, block.depth, block.tokens, checksums)
-    with whole[:start] as place:
-        pack(header, space.layout, place)
+    pack(header, space.layout, whole)
 
 
 def _fill_all(
     pool: Pool, sink: EventSink, space: Space, pages: Sequence[NewPage], begun: Sequence[Frame | SaveState]
 ) -> list[SaveState]:
     """Fill the frames that were begun and commit them together."""
-    ended: dict[int, SaveState] = {}
+    states = [begin if isinstance(begin, SaveState) else SaveState.DROPPED for begin in begun]
     filled: list[tuple[BlockId, Frame]] = []
-    order: list[int] = []
-    for index, (page, frame) in enumerate(zip(pages, begun, strict=True)):
-        if isinstance(frame, SaveState):
-            ended[index] = frame
-        elif _fill(pool, sink, space, page, frame):
-            filled.append((page.block, frame))
-            order.append(index)
-        else:
-            ended[index] = SaveState.DROPPED
+    places: list[int] = []
+    for index, frame in enumerate(begun):
+        if isinstance(frame, Frame) and _fill(pool, sink, space, pages[index], frame):
+            filled.append((pages[index].block, frame))
+            places.append(index)
     if filled:
-        ended.update(zip(order, pool.commit_saves(space, filled), strict=True))
-    return [ended[index] for index in range(len(pages))]
+        for index, state in zip(places, pool.commit_saves(space, filled), strict=True):
+            states[index] = state
+    return states
 
 
 def _fill(pool: Pool, sink: EventSink, space: Space, page: NewPage, frame: Frame) -> bool:
+    whole = pool.state.arena.writable(frame.offset, frame.size)
     try:
-        with pool.state.arena.writable(frame.offset, frame.size) as whole:
-            write_page(space, page, whole)
+        write_page(space, page, whole)
     except Exception as error:  # noqa: BLE001  # plugin boundary: the copy is the caller's code
         log.warning("a page could not be copied: %s", error)
         pool.abort_save(space, page.block, frame)
         sink(BoundReached(name="store.save_copy", limit=0, detail=f"copy_into raised {error!r}"))
         return False
+    finally:
+        whole.release()
     return True

@@ -77,7 +77,7 @@ def header_bytes(layout: KVLayout) -> int:
 
 
 def pack(header: PageHeader, layout: KVLayout, into: memoryview) -> int:
-    """Write `header` into `header_bytes(layout)` bytes, all but the generation. Returns its checksum."""
+    """Write `header` into the first `header_bytes(layout)` bytes, all but the generation. Returns its checksum."""
     form = _form(layout)
     form.body.pack_into(
         into,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import random
+import struct
 import subprocess
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -37,6 +38,8 @@ RUN_BYTES = 384 * 2**10
 Bytes = bytes | bytearray | memoryview | NDArray[np.uint8]
 """Contiguous memory."""
 _Span = tuple[int, int]
+_FIRST_BYTE = ctypes.c_char.from_buffer
+"""The quickest way to the address of memory that may be written to."""
 
 
 class PageCopy:
@@ -53,6 +56,7 @@ class PageCopy:
         self._ends = np.array([end for _, end in spans], dtype=np.uint64)
         self._ends_at = self._ends.ctypes.data
         self._sums = ctypes.c_uint64 * len(spans)
+        self._unpack = struct.Struct(f"={len(spans)}Q").unpack
         is_long = min(end - start for start, end in spans) >= _NATIVE_SLICE_BYTES_MIN
         self._native = native_copy() if is_long else None
 
@@ -62,9 +66,12 @@ class PageCopy:
         Raises LeaseError where the page is not held, and IntegrityError where the copy is not what was stored:
         the block has left service then, and `into` holds nothing of use.
         """
-        wanted = lease.checksums(index)
-        page = np.frombuffer(lease.page(index), dtype=np.uint8)
-        if self._copied(page, self._bytes_of(into)) != wanted:
+        wanted, page, target = lease.checksums(index), lease.page(index), self._bytes_of(into)
+        if self._native is None:
+            found = self._copied(np.frombuffer(page, dtype=np.uint8), target)
+        else:
+            found = self._native_copied(_address(page), target)
+        if found != wanted:
             lease.quarantine(index)
             raise IntegrityError(
                 f"page {index} of the lease is not what was stored; the block is out of service: compute it again"
@@ -76,13 +83,17 @@ class PageCopy:
         Raises InvariantError, at once, where `source` is not as long as a page.
         """
         found = self._bytes_of(source)
-        return lambda into: self._copied(found, np.frombuffer(into, dtype=np.uint8))
+        if self._native is None:
+            return lambda into: self._copied(found, np.frombuffer(into, dtype=np.uint8))
+        return lambda into: self._native_copied(_address(found), into)
+
+    def _native_copied(self, source_at: int, target: memoryview | NDArray[np.uint8]) -> tuple[int, ...]:
+        sums = self._sums()
+        assert self._native is not None
+        self._native(ctypes.addressof(_FIRST_BYTE(target)), source_at, self._ends_at, sums, self._count)
+        return self._unpack(sums)
 
     def _copied(self, source: NDArray[np.uint8], target: NDArray[np.uint8]) -> tuple[int, ...]:
-        if self._native is not None:
-            sums = self._sums()
-            self._native(_address(target), _address(source), self._ends_at, sums, self._count)
-            return tuple(sums)
         found: list[int] = []
         for start, end, spans in self._runs:
             np.copyto(target[start:end], source[start:end])
@@ -99,9 +110,12 @@ class PageCopy:
         return found
 
 
-def _address(memory: NDArray[np.uint8]) -> int:
-    # `memory.ctypes.data` says the same and takes three times as long.
-    return memory.__array_interface__["data"][0]
+def _address(memory: memoryview | NDArray[np.uint8]) -> int:
+    if memory.flags.writeable if isinstance(memory, np.ndarray) else not memory.readonly:
+        return ctypes.addressof(_FIRST_BYTE(memory))
+    # Slower; `array.ctypes.data` would be slower still.
+    array = memory if isinstance(memory, np.ndarray) else np.frombuffer(memory, dtype=np.uint8)
+    return array.__array_interface__["data"][0]
 
 
 @lru_cache(maxsize=1)

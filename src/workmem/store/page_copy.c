@@ -102,7 +102,7 @@ static uint64_t copy_slice(uint8_t *to, const uint8_t *from, size_t bytes)
     for (size_t i = 0, in_block = 0; i < stripes; i++) {
         const uint8_t *at = from + i * STRIPE;
         __m256i *into = (__m256i *)(to + i * STRIPE);
-        _mm_prefetch((const char *)at + AHEAD, _MM_HINT_T0);
+        _mm_prefetch((const char *)at + AHEAD, _MM_HINT_NTA);
         first = _mm256_loadu_si256((const __m256i *)at);
         second = _mm256_loadu_si256((const __m256i *)(at + 32));
         if (is_aligned) {

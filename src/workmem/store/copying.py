@@ -70,7 +70,7 @@ class PageCopy:
         if self._native is None:
             found = self._copied(np.frombuffer(page, dtype=np.uint8), target)
         else:
-            found = self._native_copied(_address(page), target)
+            found = self._native_copied(_address(page), target.data)
         if found != wanted:
             lease.quarantine(index)
             raise IntegrityError(
@@ -85,9 +85,9 @@ class PageCopy:
         found = self._bytes_of(source)
         if self._native is None:
             return lambda into: self._copied(found, np.frombuffer(into, dtype=np.uint8))
-        return lambda into: self._native_copied(_address(found), into)
+        return lambda into: self._native_copied(_address(found.data), into)
 
-    def _native_copied(self, source_at: int, target: memoryview | NDArray[np.uint8]) -> tuple[int, ...]:
+    def _native_copied(self, source_at: int, target: memoryview) -> tuple[int, ...]:
         sums = self._sums()
         assert self._native is not None
         self._native(ctypes.addressof(_FIRST_BYTE(target)), source_at, self._ends_at, sums, self._count)
@@ -98,7 +98,7 @@ class PageCopy:
         for start, end, spans in self._runs:
             np.copyto(target[start:end], source[start:end])
             for first, last in spans:
-                found.append(xxhash.xxh3_64_intdigest(target[first:last]))
+                found.append(xxhash.xxh3_64_intdigest(target[first:last].data))
         return tuple(found)
 
     def _bytes_of(self, memory: Bytes) -> NDArray[np.uint8]:
@@ -110,12 +110,11 @@ class PageCopy:
         return found
 
 
-def _address(memory: memoryview | NDArray[np.uint8]) -> int:
-    if memory.flags.writeable if isinstance(memory, np.ndarray) else not memory.readonly:
+def _address(memory: memoryview) -> int:
+    if not memory.readonly:
         return ctypes.addressof(_FIRST_BYTE(memory))
     # Slower; `array.ctypes.data` would be slower still.
-    array = memory if isinstance(memory, np.ndarray) else np.frombuffer(memory, dtype=np.uint8)
-    return array.__array_interface__["data"][0]
+    return np.frombuffer(memory, dtype=np.uint8).__array_interface__["data"][0]
 
 
 @lru_cache(maxsize=1)
@@ -148,7 +147,7 @@ def _is_right(copy: Callable[..., None]) -> bool:
     ends = np.array([4096, 4096 + 257, 4096 + 257 + 1024, 9000], dtype=np.uint64)
     sums = np.zeros(len(ends), dtype=np.uint64)
     spans = list(zip([0, *ends.tolist()[:-1]], ends.tolist(), strict=True))
-    wanted = [xxhash.xxh3_64_intdigest(source[start:end]) for start, end in spans]
+    wanted = [xxhash.xxh3_64_intdigest(source[start:end].data) for start, end in spans]
     for shift in (0, 1):
         into = target[shift : shift + len(source)]
         into[:] = 0

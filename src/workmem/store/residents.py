@@ -62,7 +62,8 @@ class Residents:
             if row == NO_ROW:
                 return None
             victim = self._evict(row)
-            if victim.size == size:
+            if victim.size == size and victim.slab.used > 1:
+                # An empty slab goes back first: it may be kept for another size.
                 return self.frames.reuse(victim)
             self.frames.free(victim)
             self._close_ranks(size)

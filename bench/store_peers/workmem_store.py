@@ -18,11 +18,12 @@ import numpy as np
 from driver import BATCH, Client, Memory, key_of, serve
 
 import workmem
+from workmem.config import cache_dir
 from workmem.core.keys import BlockKey
 from workmem.core.layout import KVLayout, Namespace
 from workmem.store.config import DramConfig, SsdConfig, StoreConfig
 from workmem.store.contract import BlockId, KVStore, Lease, PageWrite, SaveState
-from workmem.store.copying import PageCopy, native_copy
+from workmem.store.copying import PageCopy, native_copy, use_native_copy
 from workmem.store.store import Store
 
 LAYOUTS = {
@@ -43,6 +44,7 @@ class Workmem(driver.Store):
     """`medium` is what is measured: dram, or ssd. With `host` the arena is another process's."""
 
     def __init__(self, options: dict[str, Any]) -> None:
+        use_native_copy(cache_dir())
         super().__init__(
             version=workmem.__version__,
             checks="get: xxh3-64 of each slice of the copy; put: the sums are made"

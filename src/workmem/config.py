@@ -19,7 +19,6 @@ from typing import Any, Literal, cast
 import msgspec
 
 from workmem.core.errors import ConfigError
-from workmem.core.folders import cache_dir
 from workmem.core.units import parse_bytes
 from workmem.engines.embedded.config import EmbeddedConfig
 from workmem.gateway.config import ServerConfig, UpstreamConfig
@@ -81,6 +80,12 @@ def load(
         _place(values, setting)
         origins[".".join(setting.path)] = setting.source
     return LoadedConfig(config=cast("Config", _build(Config, values, (), origins)), origins=origins)
+
+
+def cache_dir() -> Path:
+    """Folder for what can be made again (`$XDG_CACHE_HOME/workmem`, by default `~/.cache/workmem`)."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if base else Path.home() / ".cache") / "workmem"
 
 
 def host_socket(setting: str) -> Path:

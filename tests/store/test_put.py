@@ -8,11 +8,10 @@ import xxhash
 
 from workmem.core.errors import IntegrityError, InvariantError
 from workmem.core.layout import KVLayout
-from workmem.core.native_build import find_compiler
 from workmem.core.outcomes import MissReason
 from workmem.store import copying
 from workmem.store.contract import SaveState
-from workmem.store.copying import PageCopy, native_copy
+from workmem.store.copying import PageCopy, native_copy, use_native_copy
 from workmem.testing.pages import SLICED, SMALL, Chain, namespace, page_bytes, read_all
 
 pytestmark = pytest.mark.timeout(60)
@@ -20,18 +19,32 @@ LAYOUTS = [SMALL, SLICED, KVLayout(dtype="bf16", layers=30, kv_heads=3, head_dim
 
 
 @pytest.fixture(params=["native", "numpy"])
-def way(request, monkeypatch):
-    if request.param == "numpy":
-        monkeypatch.setattr(copying, "native_copy", lambda: None)
-    elif find_compiler() is None:
-        pytest.fail("these tests are for machines with a C compiler, as the CI's has")
-    else:
-        assert native_copy() is not None
+def way(request, monkeypatch, tmp_path_factory):
+    monkeypatch.setattr(copying._Process, "copy", None)
+    if request.param == "native":
+        assert use_native_copy(tmp_path_factory.getbasetemp()), "these tests need the C compiler that CI has"
     return request.param
 
 
 def given(chain: Chain):
     return [(chain.block(index), page_bytes(key, chain.space.layout)) for index, key in enumerate(chain.keys)]
+
+
+def test_a_machine_without_a_compiler_goes_on_without(monkeypatch, tmp_path):
+    monkeypatch.setattr(copying._Process, "copy", None)
+    monkeypatch.setattr(copying, "find_compiler", lambda: None)
+    assert not use_native_copy(tmp_path)
+    monkeypatch.setattr(copying, "find_compiler", lambda: "/nowhere/cc")
+    assert not use_native_copy(tmp_path)
+    assert native_copy() is None
+
+
+def test_code_that_makes_wrong_sums_is_not_used(monkeypatch, tmp_path):
+    source = tmp_path / "page_copy.c"
+    source.write_text(copying._SOURCE.read_text().replace("0x165667919E3779F9ull", "0x165667919E3779FBull"))
+    monkeypatch.setattr(copying._Process, "copy", None)
+    monkeypatch.setattr(copying, "_SOURCE", source)
+    assert not use_native_copy(tmp_path)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["4K", "192K", "360K"])

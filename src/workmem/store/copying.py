@@ -1,6 +1,6 @@
 """Pages between the arena and a caller's memory: each byte is copied once and checked on the way.
 
-With a C compiler on the machine, `page_copy.c` does both in one pass. Without, a page is copied in runs and its
+Where a process asked for it (`use_native_copy`), `page_copy.c` does both in one pass. Else a page is copied in runs and its
 checksums are taken while a cache still has them: a whole page that is larger than the cache would come from
 memory twice, and a copy of one slice at a time is too short for the processor to fetch ahead.
 """
@@ -13,7 +13,6 @@ import random
 import struct
 import subprocess
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ import xxhash
 from numpy.typing import NDArray
 
 from workmem.core.errors import IntegrityError, InvariantError
-from workmem.core.folders import cache_dir
 from workmem.core.layout import KVLayout
 from workmem.core.native_build import build_library, find_compiler
 from workmem.store.contract import Lease
@@ -117,15 +115,35 @@ def _address(memory: memoryview) -> int:
     return np.frombuffer(memory, dtype=np.uint8).__array_interface__["data"][0]
 
 
-@lru_cache(maxsize=1)
 def native_copy() -> Callable[..., None] | None:
-    """`workmem_copy_page`, compiled when it is first used on a machine; None where it cannot be, or is wrong."""
+    """`workmem_copy_page`, where this process uses it."""
+    return _Process.copy
+
+
+def use_native_copy(cache_dir: Path) -> bool:
+    """Let this process copy pages by compiled code, for namespaces that it registers from now on.
+
+    Compiled when it is first used on a machine (under a second) and kept in `cache_dir`. False, with a line in the
+    log, where there is no C compiler or what it makes is wrong.
+    """
+    if _Process.copy is None:
+        _Process.copy = _built(cache_dir)
+    return _Process.copy is not None
+
+
+class _Process:
+    """What is loaded into a process is there for all of it."""
+
+    copy: Callable[..., None] | None = None
+
+
+def _built(cache_dir: Path) -> Callable[..., None] | None:
     compiler = find_compiler()
     if compiler is None:
         _LOG.info("no C compiler found: pages are copied first and then checked, slower")
         return None
     try:
-        library = ctypes.CDLL(str(build_library(compiler, _SOURCE, _FLAGS, cache_dir())))
+        library = ctypes.CDLL(str(build_library(compiler, _SOURCE, _FLAGS, cache_dir)))
         copy: Any = library.workmem_copy_page
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         _LOG.warning(

@@ -84,9 +84,10 @@ class Pool:
 
     def begin_save(self, space: Space, block: BlockId, wait_s: float) -> Frame | SaveState:
         """A FILLING frame for `block`, or how the save ends at once. Waits for room up to `wait_s`."""
-        until = self._clock.monotonic() + wait_s
+        until = 0.0
         with self.state.outbox:
             while (begun := self._begin(space, block)) is None:
+                until = until or self._clock.monotonic() + wait_s
                 left = until - self._clock.monotonic()
                 if left <= 0 or not (self.state.unwritten or self.state.writes_in_flight):
                     self._no_room(space)

@@ -44,6 +44,8 @@ def pages_together(space: Space, arena_bytes: int) -> int:
 
 def save_pages(pool: Pool, sink: EventSink, space: Space, pages: Sequence[NewPage]) -> list[SaveState]:
     """Copy pages into dram and make them visible, parents before children. How each of them ended."""
+    if len(pages) == 1:
+        return [_save_one(pool, sink, space, pages[0])]
     states: list[SaveState] = []
     step = pages_together(space, pool.state.arena.capacity_bytes)
     while len(states) < len(pages):
@@ -53,6 +55,15 @@ def save_pages(pool: Pool, sink: EventSink, space: Space, pages: Sequence[NewPag
             begun = [pool.begin_save(space, batch[0].block, ROOM_WAIT_S)]
         states += _fill_all(pool, sink, space, batch[: len(begun)], begun)
     return states
+
+
+def _save_one(pool: Pool, sink: EventSink, space: Space, page: NewPage) -> SaveState:
+    begun = pool.begin_save(space, page.block, ROOM_WAIT_S)
+    if isinstance(begun, SaveState):
+        return begun
+    if not _fill(pool, sink, space, page, begun):
+        return SaveState.DROPPED
+    return pool.commit_save(space, page.block, begun)
 
 
 def write_page(space: Space, page: NewPage, whole: memoryview) -> None:

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from workmem.core.errors import IntegrityError, InvariantError
 from workmem.core.layout import KVLayout
-from workmem.core.native_build import build_library, find_compiler
 from workmem.store.contract import Lease
+from workmem.store.native_build import build_library, find_compiler
 
 _LOG = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_name("page_copy.c")

@@ -1,4 +1,4 @@
-"""C sources of ours, compiled on the machine that runs them, for its own instruction set.
+"""C sources of the store, compiled on the machine that runs them, for its own instruction set.
 
 A library is built once and kept in a folder under the digest of source, compiler, flags and processor.
 Whoever uses one has a slower way for machines without a compiler.
@@ -23,7 +23,7 @@ def find_compiler() -> str | None:
 
 
 def build_library(compiler: str, source: Path, flags: Sequence[str], cache_dir: Path) -> Path:
-    """The shared library of `source`, from `cache_dir` if it lies there. About a second where it does not.
+    """The shared library of `source`, from `cache_dir` if it lies there. Under a second where it does not.
 
     Raises OSError with what the compiler says, or subprocess.SubprocessError where it does not end.
     """
@@ -34,17 +34,13 @@ def build_library(compiler: str, source: Path, flags: Sequence[str], cache_dir: 
         return target
     cache_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache_dir) as work:
-        built_object, built = Path(work) / "kernel.o", Path(work) / "kernel.so"
-        for step in (
-            [compiler, *flags, "-c", str(source), "-o", str(built_object)],
-            # Without the flags: OpenMP's symbols stay open, for the runtime that the process has loaded.
-            [compiler, "-shared", str(built_object), "-o", str(built), "-lm"],
-        ):
-            done = subprocess.run(  # noqa: S603 - the compiler this machine's PATH names
-                step, capture_output=True, text=True, timeout=_BUILD_SECONDS_MAX, check=False
-            )
-            if done.returncode != 0:
-                raise OSError(f"{' '.join(step)}: {done.stderr.strip()[:400]}")
+        built = Path(work) / "library.so"
+        command = [compiler, *flags, "-shared", str(source), "-o", str(built)]
+        done = subprocess.run(  # noqa: S603 - the compiler this machine's PATH names
+            command, capture_output=True, text=True, timeout=_BUILD_SECONDS_MAX, check=False
+        )
+        if done.returncode != 0:
+            raise OSError(f"{' '.join(command)}: {done.stderr.strip()[:400]}")
         built.replace(target)
     return target
 

@@ -177,3 +177,21 @@ def test_pages_saved_together_take_the_lock_a_few_times(kit):
     outbox.lock = lock
     assert taken < 20
     assert len(chain.tiers(store)) == 64
+
+
+def test_a_batch_that_cannot_begin_gives_back_what_it_took(kit, monkeypatch):
+    store = kit.open(ssd=0)
+    chain = Chain(namespace(), 6)
+    store.register(chain.space)
+    begin, calls = store.pool.state.reserve, iter(range(10))
+
+    def reserve(size):
+        if next(calls) == 3:
+            raise MemoryError
+        return begin(size)
+
+    monkeypatch.setattr(store.pool.state, "reserve", reserve)
+    with pytest.raises(MemoryError):
+        store.put(chain.root, given(chain))
+    assert store.gauges()["store_dram_used_bytes"] == 0
+    assert store.put(chain.root, given(chain)) == [SaveState.STORED] * 6

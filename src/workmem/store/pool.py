@@ -99,11 +99,18 @@ class Pool:
         """As `begin_save`, many at once and without waiting: the answers end before the first that finds no room."""
         begun: list[Frame | SaveState] = []
         with self.state.outbox:
-            for block in blocks:
-                answer = self._begin(space, block)
-                if answer is None:
-                    break
-                begun.append(answer)
+            try:
+                for block in blocks:
+                    answer = self._begin(space, block)
+                    if answer is None:
+                        break
+                    begun.append(answer)
+            except BaseException:
+                # Nobody will hear of those that were begun: they must not stay FILLING for ever.
+                for block, answer in zip(blocks, begun, strict=False):
+                    if isinstance(answer, Frame):
+                        self._abort(space, block, answer)
+                raise
         return begun
 
     def commit_save(self, space: Space, block: BlockId, frame: Frame) -> SaveState:
@@ -119,9 +126,7 @@ class Pool:
     def abort_save(self, space: Space, block: BlockId, frame: Frame) -> None:
         """The page was not written and nobody writes to the frame any more: give it back (R5)."""
         with self.state.outbox:
-            space.filling.discard(block.key)
-            self.state.wipe(frame)
-            self.state.counts["saves_dropped"] += 1
+            self._abort(space, block, frame)
 
     def strand_save(self, space: Space, block: BlockId, frame: Frame) -> None:
         """The writer is past its deadline but may still write: its frame serves nobody until it is dead (R3)."""
@@ -197,9 +202,14 @@ class Pool:
         frame = state.reserve(space.frame_bytes)
         if frame is None:
             return None
-        space.filling.add(block.key)
         state.start_filling(frame, space)
+        space.filling.add(block.key)
         return frame
+
+    def _abort(self, space: Space, block: BlockId, frame: Frame) -> None:
+        space.filling.discard(block.key)
+        self.state.wipe(frame)
+        self.state.counts["saves_dropped"] += 1
 
     def _commit(self, space: Space, block: BlockId, frame: Frame) -> SaveState:
         state, key = self.state, block.key

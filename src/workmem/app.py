@@ -70,7 +70,7 @@ def open_app(config: Config, *, cache_dir: Path, progress: Progress) -> Generato
         stack.callback(engine.stop)
         gauges.sources.append(engine)
         history = PromptHistory(prompts_max=config.server.explain_prompts_max)
-        yield build_app(engine, config.server, history=history, metrics=metrics)
+        yield build_app(engine, config.server, history=history, metrics=metrics, purge=store.purge)
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from workmem.store.saver import SaverThread
 from workmem.store.saving import NewPage, save_pages
 from workmem.store.scrub_source import SsdScrubSource
 from workmem.store.scrubber import Scrubber, ScrubThread
+from workmem.store.selector import Purged
 from workmem.store.ssd_index import StoredPage
 from workmem.store.ticker import TickerThread
 from workmem.store.tiers.folder import StoreFolder
@@ -99,8 +100,8 @@ class Store:
             )
             self._writer = WriterThread(self._pool, self._tier, self._breaker)
             if scrub_rate:
-                source = SsdScrubSource(self._pool, index, lambda: self._breaker.reads_open)
-                self._scrubber = Scrubber(source, self._clock, sink, scrub_rate)
+                self._scrubber = self.scrub(scrub_rate)
+                assert self._scrubber is not None
                 self._scrub_thread = ScrubThread(self._scrubber.step)
         self._ticker = TickerThread(self._tick)
 
@@ -173,8 +174,8 @@ class Store:
             self._pool, self._sink, space, [NewPage(block, copy.writing(source)) for block, source in pages]
         )
 
-    def purge(self, chosen: Callable[[Namespace], bool]) -> int:
-        """Take out every namespace that `chosen` accepts: a tenant, a model, an epoch. Returns the blocks.
+    def purge(self, chosen: Callable[[Namespace], bool]) -> Purged:
+        """Take out every namespace that `chosen` accepts: a tenant, a model, an epoch.
 
         From the first moment none of its blocks is a hit (R9). On return the frames that nobody holds are zeroed,
         the others when they are given back; the bytes on ssd are gone once `flush` has returned True. What had
@@ -182,13 +183,24 @@ class Store:
         are compacted (`workmem store gc` does it at once). A namespace may be used again at once, empty.
         """
         spaces = self._pool.purge(chosen)
-        count = 0
+        gone = Purged.of(spaces)
         for space in spaces:
-            count += len(space.rows)
             if self._tier is not None:
                 self._tier.index.strikes.drop_space(space)
             self._pool.sweep(space)
-        return count
+        return gone
+
+    def survey(self, chosen: Callable[[Namespace], bool]) -> Purged:
+        """What `purge` would take out now."""
+        spaces = list(self._pool.state.spaces.values())
+        return Purged.of(space for space in spaces if chosen(space.namespace))
+
+    def scrub(self, bytes_per_s: int) -> Scrubber[StoredPage] | None:
+        """A scrubber of its own for one pass, whose `step` the caller runs; None without an ssd tier."""
+        if self._tier is None:
+            return None
+        source = SsdScrubSource(self._pool, self._tier.index, lambda: self._breaker.reads_open)
+        return Scrubber(source, self._clock, self._sink, bytes_per_s)
 
     def dram_capacity_bytes(self) -> int:
         """See `KVStore.dram_capacity_bytes`. Counted for the largest registered page."""

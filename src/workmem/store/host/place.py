@@ -12,6 +12,7 @@ from workmem.core.errors import ConfigError
 from workmem.store.host.channel import Disconnected
 
 _BACKLOG = 64
+_PROBE_S = 1.0
 _PATH_BYTES_MAX = 107
 """What the kernel's address of a Unix socket holds, less the final zero."""
 
@@ -64,6 +65,15 @@ def connect(path: Path, timeout_s: float) -> socket.socket:
         connection.close()
         raise
     return connection
+
+
+def is_served(path: Path) -> bool:
+    """Whether a server listens at `path`."""
+    try:
+        connect(path, _PROBE_S).close()
+    except Disconnected:
+        return False
+    return True
 
 
 def _check_length(path: Path) -> None:

@@ -66,6 +66,8 @@ class Kind(IntEnum):
     """Told by the server, on the socket of notices."""
     ERROR = 16
     """A reply."""
+    PURGE = 17
+    SCRUB = 18
 
 
 class ErrorCode(IntEnum):
@@ -78,6 +80,7 @@ class ErrorCode(IntEnum):
     CAPACITY = 4
     UNREGISTERED = 5
     MALFORMED = 6
+    UNAVAILABLE = 7
 
 
 REASONS: tuple[MissReason | None, ...] = (

@@ -22,6 +22,7 @@ from workmem.index.history import PromptHistory
 from workmem.store.config import StoreConfig
 from workmem.store.contract import KVStore
 from workmem.store.host.client import HostStore
+from workmem.store.host.place import is_served
 from workmem.store.host.server import HostServer
 from workmem.store.host.session import HostLimits
 from workmem.store.store import Store
@@ -91,18 +92,26 @@ def open_host(
 
 
 def _open_store(config: StoreConfig, cache_dir: Path, sink: EventSink, progress: Progress) -> KVStore:
-    if config.host.attach == "never":
+    host = config.host
+    path = host_socket(host.socket)
+    is_required = host.attach == "require"
+    if host.attach == "never" or not (is_required or (config.ssd.enabled and is_served(path))):
         return _own_store(config, cache_dir, sink, progress)
-    path = host_socket(config.host.socket)
     progress.begin("attaching to the host's store")
     try:
-        store = HostStore(path, sink, call_s=config.host.call_s, save_queue_pages=config.save_queue_pages)
+        store = HostStore(
+            path,
+            sink,
+            call_s=host.call_s,
+            save_queue_pages=config.save_queue_pages,
+            of_folder=None if is_required else _ssd_folder(config, cache_dir),
+        )
     except TransferError as error:
-        if config.host.attach == "require":
+        if is_required:
             raise ConfigError(
                 f"$.store.host.attach: {error}; run workmem store serve, or set it to auto or never"
             ) from error
-        progress.note(f"no store of the host to attach to ({error}); opening one of our own")
+        progress.note(f"not attached to the host's store ({error}); opening one of our own")
         return _own_store(config, cache_dir, sink, progress)
     progress.end(f"attached to the host's store at {path}: dram {format_bytes(store.dram_capacity_bytes())}")
     return store
@@ -110,7 +119,7 @@ def _open_store(config: StoreConfig, cache_dir: Path, sink: EventSink, progress:
 
 def _own_store(config: StoreConfig, cache_dir: Path, sink: EventSink, progress: Progress) -> Store:
     progress.begin("opening the store")
-    ssd = msgspec.structs.replace(config.ssd, path=config.ssd.path or str(cache_dir / "store"))
+    ssd = msgspec.structs.replace(config.ssd, path=str(_ssd_folder(config, cache_dir)))
     store = Store(msgspec.structs.replace(config, ssd=ssd), sink)
     tiers = f"dram {format_bytes(parse_bytes(config.dram.bytes))}"
     if store.ssd_problem:
@@ -120,6 +129,10 @@ def _own_store(config: StoreConfig, cache_dir: Path, sink: EventSink, progress: 
         tiers += f", ssd {ssd.path} with {blocks} blocks from before"
     progress.end(f"store opened: {tiers}")
     return store
+
+
+def _ssd_folder(config: StoreConfig, cache_dir: Path) -> Path:
+    return Path(config.ssd.path or cache_dir / "store").expanduser()
 
 
 def _open_engine(

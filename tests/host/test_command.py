@@ -12,6 +12,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from workmem.app import _open_store
@@ -172,20 +173,53 @@ def config(folder: Path, attach: str) -> StoreConfig:
     )
 
 
-def test_attaching_is_asked_for_and_falls_back_only_where_that_was_asked_for(host):
+def test_an_engine_attaches_by_itself_to_the_store_served_from_its_folder(host):
+    assert HostConfig().attach == "auto"
     said = Said()
     with pytest.raises(ConfigError, match=r"store\.host\.attach.*workmem store serve"):
         _open_store(config(host.folder, "require"), host.folder, discard, said)
+    said = Said()
     own = _open_store(config(host.folder, "auto"), host.folder, discard, said)
     assert isinstance(own, Store)
-    assert any("no store of the host" in line for line in said.lines)
     own.close()
+    # Nothing to hear about where nothing is served: that is how most start.
+    assert not any("the host's store" in line for line in said.lines)
     host.serve()
-    for attach, kind in (("auto", HostStore), ("require", HostStore)):
-        store = _open_store(config(host.folder, attach), host.folder, discard, said)
-        assert isinstance(store, kind)
+    link = host.folder / "link"
+    link.symlink_to(host.folder / "ssd")
+    same = config(host.folder, "auto")
+    for settings in (same, config(host.folder, "require"), through(same, link)):
+        store = _open_store(settings, host.folder, discard, said)
+        assert isinstance(store, HostStore)
         assert store.dram_capacity_bytes() > 0
         store.close()
+    assert sum("attached to the host's store" in line for line in said.lines) == 3
+
+
+def test_an_engine_with_a_folder_of_its_own_does_not_attach_unless_it_must(host):
+    host.serve()
+    said = Said()
+    elsewhere = through(config(host.folder, "auto"), host.folder / "other")
+    own = _open_store(elsewhere, host.folder, discard, said)
+    assert isinstance(own, Store)
+    own.close()
+    assert any("another folder" in line for line in said.lines)
+    in_memory = through(config(host.folder, "auto"), host.folder / "ssd", enabled=False)
+    own = _open_store(in_memory, host.folder, discard, said)
+    assert isinstance(own, Store)
+    own.close()
+    required = through(config(host.folder, "require"), host.folder / "other")
+    attached = _open_store(required, host.folder, discard, said)
+    assert isinstance(attached, HostStore)
+    attached.close()
+    with pytest.raises(ConfigError, match="in use by process"):
+        _open_store(config(host.folder, "never"), host.folder, discard, said)
+
+
+def through(settings: StoreConfig, folder: Path, **more) -> StoreConfig:
+    return msgspec.structs.replace(
+        settings, ssd=msgspec.structs.replace(settings.ssd, path=str(folder), **more)
+    )
 
 
 @pytest.mark.slow

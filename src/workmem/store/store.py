@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -122,6 +123,11 @@ class Store:
     def pool(self) -> Pool:
         """What is where, for what reserves and commits frames itself."""
         return self._pool
+
+    @property
+    def folder(self) -> Path | None:
+        """Where its pages are on disk; None where they are in memory only."""
+        return None if self._tier is None else Path(self._config.ssd.path).expanduser()
 
     def register(self, namespace: Namespace) -> bytes:
         """See `KVStore.register`."""

@@ -29,6 +29,7 @@ from workmem.store.host.channel import Disconnected
 from workmem.store.host.keeper import Keeper
 from workmem.store.host.lease import HostLease
 from workmem.store.host.link import Link
+from workmem.store.host.place import folder_identity
 from workmem.store.host.saver import HostSaver
 from workmem.store.host.wire import KEYS_MAX, ErrorCode, Kind, Refused
 from workmem.store.selector import Purged, PurgeSelector
@@ -45,7 +46,8 @@ _FLUSH_PAUSE_S = 0.02
 class HostStore:
     """`KVStore` over the server at `path`. A context manager; `close` ends its threads.
 
-    With `attaches` the first connection is made here, and TransferError raised when there is none. A
+    With `attaches` the first connection is made here, and TransferError raised when there is none, or where
+    `of_folder` is given and the store that is served has another folder on disk. A
     process that was forked from this one gets misses only: it opens its own.
     """
 
@@ -57,6 +59,7 @@ class HostStore:
         call_s: float = 1.0,
         save_queue_pages: int = 8192,
         attaches: bool = True,
+        of_folder: Path | None = None,
     ) -> None:
         self._path = path
         self._call_s = call_s
@@ -67,6 +70,9 @@ class HostStore:
         self._closed = False
         self._pid = os.getpid()
         first = self._reading_link() if attaches else None
+        if first is not None and of_folder is not None and first.welcome.folder != folder_identity(of_folder):
+            first.close()
+            raise TransferError(f"the store served at {path} has another folder than {of_folder}")
         self._keeper = Keeper(self._reading_link, first, self._heard)
         self._saver = HostSaver(self._writing_link, sink, save_queue_pages)
 

@@ -36,11 +36,14 @@ from workmem.store.host.wire import (
 from workmem.store.selector import Purged, PurgeSelector
 
 T = TypeVar("T")
+FolderIdentity = tuple[int, int]
+"""Device and inode of the folder that a store has on disk: by whatever path, the same folder."""
+NO_FOLDER: FolderIdentity = (0, 0)
 
 _KEYS_AT_ONCE = 512
 """A form of so many takes 16 KiB, and there is one for each count that was asked for of late."""
 _HELLO = struct.Struct("<8sHxxI")
-_WELCOME = struct.Struct("<8sHxxI16sQdd")
+_WELCOME = struct.Struct("<8sHxxI16sQddQQ")
 _ERROR = struct.Struct("<H")
 _REGISTERED = struct.Struct(f"<{KEY_BYTES}sQ")
 _LEASE = struct.Struct(f"<{KEY_BYTES}sdB")
@@ -66,6 +69,7 @@ class Welcome(msgspec.Struct, frozen=True):
     """Longest deadline of a lease; to hold for longer is to renew."""
     reservation_s: float
     """Deadline of a reservation, after which it cannot be committed."""
+    folder: FolderIdentity = NO_FOLDER
 
 
 class Leased(msgspec.Struct, frozen=True):
@@ -127,6 +131,7 @@ def pack_welcome(welcome: Welcome) -> bytes:
         welcome.arena_bytes,
         welcome.lease_s,
         welcome.reservation_s,
+        *welcome.folder,
     )
 
 
@@ -135,7 +140,8 @@ def unpack_welcome(body: memoryview) -> Welcome:
     magic, version, *rest = _fields(_WELCOME, body)
     if magic != MAGIC or version != VERSION:
         raise Malformed(f"a welcome of {magic!r} version {version}")
-    return Welcome(*rest)
+    *rest, device, inode = rest
+    return Welcome(*rest, folder=(device, inode))
 
 
 def pack_error(code: ErrorCode, text: str) -> bytes:

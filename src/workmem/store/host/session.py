@@ -26,6 +26,7 @@ from workmem.store.frames import Frame
 from workmem.store.host import messages
 from workmem.store.host.channel import Channel, Disconnected
 from workmem.store.host.peer import Peer
+from workmem.store.host.place import folder_identity
 from workmem.store.host.reservations import Reservations
 from workmem.store.host.upkeep import Upkeep
 from workmem.store.host.wire import PREFIX, TIER_CODE, VERSION, ErrorCode, Kind, Malformed, Refused
@@ -158,6 +159,7 @@ class Session:
                 self._store.arena.capacity_bytes,
                 limits.lease_s,
                 limits.reservation_s,
+                folder_identity(self._store.folder),
             )
         )
         self._notices, theirs = socket.socketpair()

@@ -17,16 +17,20 @@ import msgspec
 import pytest
 
 from workmem.core import keys as core_keys
-from workmem.core.errors import CapacityError, ConfigError, LeaseError
+from workmem.core.errors import CapacityError, ConfigError, IntegrityError, LeaseError
 from workmem.core.keys import BlockKey
 from workmem.core.layout import Namespace
 from workmem.core.outcomes import MissReason
 from workmem.store.arena import ALIGNMENT_BYTES as PAGE
+from workmem.store.catalog import Space
 from workmem.store.config import DramConfig, SsdConfig, StoreConfig
 from workmem.store.contract import BlockId, PageWrite, SaveState
 from workmem.store.device import HostDevice
+from workmem.store.saver import fill
 from workmem.store.store import Store
 from workmem.store.tiers import journal
+from workmem.store.tiers.page_check import verify
+from workmem.store.tiers.page_header import checksum_of
 from workmem.testing.pages import SMALL, Chain, namespace, page_bytes, read_all, settle
 
 pytestmark = pytest.mark.timeout(90)
@@ -459,3 +463,38 @@ def test_a_clock_set_forward_ends_leases_and_their_pages_serve_the_next(kit, han
         lease.renew(10)
     lease.release()
     assert store.lookup(chain.root, chain.keys).reason is MissReason.EVICTED
+
+
+# -- the check itself
+
+
+@pytest.mark.parametrize(
+    "field", ["none", "root", "key", "parent", "depth", "header_sum", "layout", "payload"]
+)
+def test_a_page_is_refused_for_each_thing_that_is_not_as_asked(field):
+    """One by one: a header that is right by its own checksum and by the journal's may still be of another block."""
+    space, chain = Space(namespace(), 1), Chain(namespace(), 2)
+    block, raw = chain.block(1), bytearray(FRAME)
+    fill(space, chain.writes()[1], memoryview(raw))
+    asked = {
+        "space": space,
+        "key": block.key,
+        "parent": block.parent,
+        "depth": 1,
+        "header_sum": checksum_of(raw),
+    }
+    if field == "root":
+        asked["space"] = Space(namespace("another"), 1)
+    elif field == "layout":
+        asked["space"] = Space(namespace("model", ONE_HEAD), 1)
+    elif field == "payload":
+        raw[-1] ^= 1
+    elif field in ("key", "parent"):
+        asked[field] = hashlib.sha256(b"other").digest()
+    elif field != "none":
+        asked[field] += 1
+    if field == "none":
+        verify(**asked, page=memoryview(raw))
+        return
+    with pytest.raises(IntegrityError):
+        verify(**asked, page=memoryview(raw))

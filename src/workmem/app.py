@@ -124,6 +124,8 @@ def _own_store(config: StoreConfig, cache_dir: Path, sink: EventSink, progress: 
     tiers = f"dram {format_bytes(parse_bytes(config.dram.bytes))}"
     if store.ssd_problem:
         tiers += f"; ssd {ssd.path} {store.ssd_problem}"
+    elif config.below.tier != "ssd":
+        tiers += f"; below it {config.below.tier}"
     elif ssd.enabled:
         blocks = int(store.gauges()["store_ssd_pages"])
         tiers += f", ssd {ssd.path} with {blocks} blocks from before"

@@ -14,6 +14,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from workmem.config import cache_dir, load
 from workmem.core.errors import TransferError
+from workmem.store.codecs.sealing import Keyring
+from workmem.store.codecs.settings import page_keyring
 
 FolderPath = Annotated[Path | None, Parameter(help="The store's folder; the configured one if left out.")]
 
@@ -24,6 +26,11 @@ def folder_of(path: Path | None, config: Path | None, sets: tuple[str, ...]) -> 
         return path
     configured = load(config, sets=sets).config.store.ssd.path
     return Path(configured).expanduser() if configured else cache_dir() / "store"
+
+
+def keyring_of(config: Path | None, sets: tuple[str, ...]) -> Keyring | None:
+    """The configured keys, for a folder named on the command line as for the configured one."""
+    return page_keyring(load(config, sets=sets).config.store.ssd)
 
 
 @contextmanager

@@ -53,7 +53,7 @@ def purge(
                 _purge(store, chosen, f"the store served at {socket}", yes=yes)
             return
         folder = folder_of(path, config, sets)
-        with opened_to_purge(folder) as store:
+        with opened_to_purge(folder, settings.ssd) as store:
             _purge(store, chosen, str(folder), yes=yes)
 
 

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from workmem.cli.options import ConfigFile, Settings
-from workmem.cli.store_folder import FolderPath, console_out, disk_errors, folder_of, progress_bar
+from workmem.cli.store_folder import FolderPath, console_out, disk_errors, folder_of, keyring_of, progress_bar
 from workmem.core.errors import IntegrityError
 from workmem.core.units import format_bytes
 from workmem.store.tools import export as exporting
@@ -55,7 +55,7 @@ def stat(
     Works beside a running store, and shows the moment it was run.
     """
     with disk_errors():
-        found = stat_of(read_folder(folder_of(path, config, sets)), show_names=show_names)
+        found = stat_of(_view(path, config, sets), show_names=show_names)
     if json:
         _print_json(found)
         return
@@ -78,7 +78,7 @@ def ls(
 ) -> None:
     """List the blocks of a namespace, each behind the one before it."""
     with disk_errors():
-        view = read_folder(folder_of(path, config, sets))
+        view = _view(path, config, sets)
     space = find_space(view, root)
     lines = [line_of(space, page) for page in blocks_of(space)]
     shown = lines[:limit] if limit else lines
@@ -115,7 +115,7 @@ def verify(
     Works beside a running store.
     """
     with disk_errors():
-        view = read_folder(folder_of(path, config, sets))
+        view = _view(path, config, sets)
         total = sum(page.length for space in view.spaces for page in space.pages.values())
         with progress_bar("reading", total) as bar:
             verdict = verifying.verify(view, on_read=bar.read)
@@ -137,7 +137,9 @@ def gc(path: FolderPath = None, /, *, config: ConfigFile = None, sets: Settings 
     """
     folder = folder_of(path, config, sets)
     with disk_errors(), progress_bar("checking and moving") as bar:
-        done = collecting.collect(folder, on_read=bar.read, on_segment=bar.segment)
+        done = collecting.collect(
+            folder, keyring=keyring_of(config, sets), on_read=bar.read, on_segment=bar.segment
+        )
     console = console_out()
     for name, (before, after) in (("segments", done.segment_bytes), ("journal", done.journal_bytes)):
         console.print(f"{name}: {format_bytes(before)} -> {format_bytes(after)}")
@@ -164,11 +166,15 @@ def export(
 ) -> None:
     """Write pages to OUT.npy, and what they are to OUT.json."""
     with disk_errors():
-        view = read_folder(folder_of(path, config, sets))
+        view = _view(path, config, sets)
         space = find_space(view, root)
         pages = find_chain(space, key) if key else list(blocks_of(space))
         files = exporting.export(view, space, pages, out, show_names=show_names)
     console_out().print(f"{len(pages)} pages in {files[0]}, described in {files[1]}", soft_wrap=True)
+
+
+def _view(path: Path | None, config: Path | None, sets: tuple[str, ...]) -> FolderView:
+    return read_folder(folder_of(path, config, sets), keyring=keyring_of(config, sets))
 
 
 def _print_json(value: object) -> None:

@@ -65,7 +65,7 @@ class Pool:
         """Longest resident prefix. Takes no lock: each step reads one field that changes in one step."""
         catalog = self.state.catalog
         in_dram, on_ssd, reads_ssd = catalog.frame, catalog.segment, self.state.reads_ssd
-        dram, ssd = TierName.DRAM, TierName.SSD
+        dram, ssd = TierName.DRAM, self.state.below
         tiers: list[TierName] = []
         for row in map(space.rows.get, keys):
             if row is None:
@@ -153,7 +153,15 @@ class Pool:
         with self.state.outbox:
             catalog = self.state.catalog
             if catalog.is_same(row, stamp) and extent.is_of(catalog, row):
-                self.state.quarantine(row, TierName.SSD, reason)
+                self.state.quarantine(row, self.state.below, reason)
+
+    def withdraw_extent(self, row: int, stamp: int, extent: Extent, reason: MissReason) -> None:
+        """The page at `extent` cannot be read by this process, which is no damage: it leaves service."""
+        with self.state.outbox:
+            catalog = self.state.catalog
+            if catalog.is_same(row, stamp) and extent.is_of(catalog, row):
+                self.state.counts["ssd_unreadable"] += 1
+                self.state.withdraw(row, reason)
 
     # -- purging
 

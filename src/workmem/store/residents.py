@@ -38,6 +38,8 @@ class Residents:
         self.writes_in_flight = 0
         self.wants_writes = False
         """A durable tier takes what is admitted."""
+        self.below = TierName.SSD
+        """What hits in the tier below dram are reported as."""
         self.reads_ssd = True
         """Off while the ssd tier's reads fail: what only it holds is a miss."""
         self.drop_extent: Callable[[int], None] = _no_extent

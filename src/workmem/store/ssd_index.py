@@ -15,7 +15,7 @@ import numpy as np
 
 from workmem.core.events import BlockAdmitted, BlockEvicted
 from workmem.core.keys import BlockKey
-from workmem.core.outcomes import MissReason, TierName
+from workmem.core.outcomes import MissReason
 from workmem.policy.choose import EvictionName, make_order
 from workmem.policy.order import NO_ROW, EvictionOrder
 from workmem.store.arena import ALIGNMENT_BYTES
@@ -23,6 +23,7 @@ from workmem.store.catalog import NO_SEGMENT, Space
 from workmem.store.residents import Residents
 from workmem.store.ssd_strikes import Strikes
 from workmem.store.tiers.entries import snapshot
+from workmem.store.tiers.page_check import Expected
 from workmem.store.tiers.segments import Extent, Segment
 
 if TYPE_CHECKING:
@@ -39,6 +40,13 @@ class StoredPage(msgspec.Struct, frozen=True, eq=False):
     parent: bytes
     depth: int
     extent: Extent
+
+    @property
+    def expected(self) -> Expected:
+        """What is to be found there."""
+        return Expected(
+            self.space.layout, self.space.root, self.key, self.parent, self.depth, self.extent.header_sum
+        )
 
 
 class SsdIndex:
@@ -119,7 +127,7 @@ class SsdIndex:
                 key = catalog.key[row].hex()[:16]
                 self._strike(row)
                 self._state.counts["ssd_evictions"] += 1
-                self._state.outbox.tell(BlockEvicted(tier=TierName.SSD, key=key, reason="room"))
+                self._state.outbox.tell(BlockEvicted(tier=self._state.below, key=key, reason="room"))
                 self._state.forget_if_gone(row, MissReason.EVICTED)
         return freed
 
@@ -182,9 +190,10 @@ class SsdIndex:
             return
         self._place(row, extent)
         self._state.counts["ssd_written_bytes"] += extent.length
+        self._state.counts["ssd_plain_bytes"] += space.frame_bytes
         self._state.outbox.tell(
             BlockAdmitted(
-                tier=TierName.SSD,
+                tier=self._state.below,
                 key=self._catalog.key[row].hex()[:16],
                 page_bytes=space.layout.page_bytes,
             )

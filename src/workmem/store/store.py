@@ -12,14 +12,15 @@ import msgspec
 
 from workmem.core.clock import Clock, SystemClock
 from workmem.core.errors import InvariantError
-from workmem.core.events import EventSink, TierStateChanged, discard
+from workmem.core.events import EventSink, discard
 from workmem.core.keys import KEY_BYTES, BlockKey
 from workmem.core.layout import Namespace
-from workmem.core.outcomes import Lookup, MissReason, TierName
+from workmem.core.outcomes import Lookup, MissReason
 from workmem.core.units import parse_bytes
 from workmem.store.arena import Arena
 from workmem.store.breaker import Breaker
 from workmem.store.catalog import Space
+from workmem.store.codecs.settings import kept_namespace, page_codec, page_keyring
 from workmem.store.config import StoreConfig
 from workmem.store.contract import BlockId, PageWrite, SaveState
 from workmem.store.copying import Bytes
@@ -35,8 +36,9 @@ from workmem.store.scrubber import Scrubber, ScrubThread
 from workmem.store.selector import Purged
 from workmem.store.ssd_index import StoredPage
 from workmem.store.ticker import TickerThread
-from workmem.store.tiers.folder import StoreFolder
-from workmem.store.tiers.free_space import parse_keep_free
+from workmem.store.tiers.attached import AttachedTier
+from workmem.store.tiers.attached_reader import AttachedReader
+from workmem.store.tiers.opening import open_below
 from workmem.store.tiers.ssd import SsdTier
 from workmem.store.writer import WriterThread
 
@@ -72,22 +74,23 @@ class Store:
         self._moved = self._restored_bytes = 0
         self._close_lock = threading.Lock()
         dram_bytes = parse_bytes(config.dram.bytes, "$.store.dram.bytes")
-        ssd_bytes = parse_bytes(config.ssd.bytes, "$.store.ssd.bytes")
         scrub_rate = parse_bytes(config.ssd.scrub_bytes_per_s, "$.store.ssd.scrub_bytes_per_s")
+        self._codec, keyring = page_codec(config), page_keyring(config.ssd)
         self._arena = Arena(dram_bytes, config.dram.path)
         self._pool = Pool(self._arena, self._clock, sink, config.dram.eviction)
         self._breaker = Breaker(self._clock, sink, config.ssd.retry_s)
-        self._tier: SsdTier | None = None
+        self._tier: SsdTier | AttachedTier | None = None
         self.ssd_problem = ""
-        """Why dram serves alone although the ssd is enabled; empty where it does not."""
+        """Why dram serves alone although a tier below it is configured; empty where it does not."""
         try:
-            if config.ssd.enabled:
-                self._tier = self._open_ssd(device or HostDevice(), sink, ssd_bytes)
+            self._tier, self.ssd_problem = open_below(
+                config, self._pool, device or HostDevice(), sink, codec=self._codec, keyring=keyring
+            )
         except BaseException:
             self._arena.close()
             raise
         self._saver = SaverThread(self._pool, sink, config.save_queue_pages)
-        self._reader: ReaderThreads | None = None
+        self._reader: ReaderThreads | AttachedReader | None = None
         self._writer: WriterThread | None = None
         self._scrubber: Scrubber[StoredPage] | None = None
         self._scrub_thread: ScrubThread | None = None
@@ -96,11 +99,14 @@ class Store:
             index = self._tier.index
             self._restored_bytes = min(index.live_bytes, _WARM_RESTART_BYTES)
             self._pool.leases.extent_of = index.extent
-            self._reader = ReaderThreads(
-                self._pool, index, self._breaker, self._clock, sink, config.ssd.readers
-            )
+            if isinstance(self._tier, AttachedTier):
+                self._reader = AttachedReader(self._pool, self._tier, self._breaker, self._clock, sink)
+            else:
+                self._reader = ReaderThreads(
+                    self._pool, index, self._tier.forms, self._breaker, self._clock, sink, config.ssd.readers
+                )
             self._writer = WriterThread(self._pool, self._tier, self._breaker)
-            if scrub_rate:
+            if scrub_rate and isinstance(self._tier, SsdTier):
                 self._scrubber = self.scrub(scrub_rate)
                 assert self._scrubber is not None
                 self._scrub_thread = ScrubThread(self._scrubber.step)
@@ -130,8 +136,8 @@ class Store:
         return None if self._tier is None else Path(self._config.ssd.path).expanduser()
 
     def register(self, namespace: Namespace) -> bytes:
-        """See `KVStore.register`."""
-        return self._pool.add_space(namespace)[0].root
+        """See `KVStore.register`. Raises ConfigError where pages would be rounded and must not be."""
+        return self._pool.add_space(kept_namespace(namespace, self._codec))[0].root
 
     def lookup(self, root: bytes, keys: Sequence[BlockKey]) -> Lookup:
         """See `KVStore.lookup`. A closed store holds nothing."""
@@ -203,9 +209,10 @@ class Store:
 
     def scrub(self, bytes_per_s: int) -> Scrubber[StoredPage] | None:
         """A scrubber of its own for one pass, whose `step` the caller runs; None without an ssd tier."""
-        if self._tier is None:
+        if not isinstance(self._tier, SsdTier):
             return None
-        source = SsdScrubSource(self._pool, self._tier.index, lambda: self._breaker.reads_open)
+        tier = self._tier
+        source = SsdScrubSource(self._pool, tier.index, tier.forms, lambda: self._breaker.reads_open)
         return Scrubber(source, self._clock, self._sink, bytes_per_s)
 
     def dram_capacity_bytes(self) -> int:
@@ -250,13 +257,25 @@ class Store:
             "store_unwritten_pages": len(pool.unwritten),
         }
         readings |= {f"store_{name}_total": pool.counts[name] for name in _COUNTERS}
-        if self._tier is not None:
+        if isinstance(self._tier, AttachedTier):
+            usage, index = self._tier.tier.usage(), self._tier.index
+            readings |= {
+                "store_below_capacity_bytes": usage.capacity_bytes,
+                "store_below_used_bytes": usage.used_bytes,
+                "store_below_pages": index.page_count,
+                "store_below_error": float(self._breaker.writes_open or self._breaker.reads_open),
+                "store_below_read_errors_total": self._breaker.read_errors,
+                "store_below_write_errors_total": self._breaker.write_errors,
+            }
+        elif self._tier is not None:
             index = self._tier.index
             readings |= {
                 "store_ssd_capacity_bytes": self._tier.capacity_bytes,
                 "store_ssd_used_bytes": index.file_bytes,
                 "store_ssd_live_bytes": index.live_bytes,
                 "store_ssd_pages": index.page_count,
+                "store_ssd_approximate": float(self._tier.forms.is_approximate),
+                "store_ssd_sealed": float(self._tier.forms.seals),
                 "store_ssd_error": float(self._breaker.writes_open or self._breaker.reads_open),
                 "store_ssd_read_errors_total": self._breaker.read_errors,
                 "store_ssd_write_errors_total": self._breaker.write_errors,
@@ -283,8 +302,7 @@ class Store:
             ended = self._reader.close(left) and ended
         if self._writer is not None and self._tier is not None:
             ended = self._writer.close(left) and ended
-            if ended:
-                self._tier.close()
+            ended = ended and self._tier.close()
         if ended:
             # A thread stuck in a caller's copy or in the kernel keeps its memory; freeing it under
             # the thread would be worse than the leak.
@@ -316,26 +334,6 @@ class Store:
         with self._pool.state.outbox:
             self._pool.state.audit()
 
-    def _open_ssd(self, device: BlockDevice, sink: EventSink, capacity_bytes: int) -> SsdTier | None:
-        keep_free = parse_keep_free(self._config.ssd.keep_free, "$.store.ssd.keep_free")
-        folder = StoreFolder(self._config.ssd.path)
-        try:
-            ssd = self._config.ssd
-            tier = SsdTier(folder, self._pool, device, sink, capacity_bytes, keep_free, ssd.eviction)
-            if self._config.ssd.io == "buffered":
-                tier.use_buffered()
-            tier.open()
-        except OSError as error:
-            # The disk, not the setting: what can be served without it is served.
-            folder.close()
-            self.ssd_problem = f"cannot be opened ({error}); dram serves alone until the next start"
-            sink(TierStateChanged(tier=TierName.SSD, state="error", reason=self.ssd_problem))
-            return None
-        except BaseException:
-            folder.close()
-            raise
-        return tier
-
 
 _COUNTERS = (
     "saves",
@@ -351,7 +349,9 @@ _COUNTERS = (
     "promoted",
     "promoted_bytes",
     "ssd_written_bytes",
+    "ssd_plain_bytes",
     "ssd_moved_bytes",
+    "ssd_unreadable",
     "ssd_writes_failed",
     "writes_given_up",
 )

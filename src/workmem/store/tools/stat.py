@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from workmem.core.layout import KVLayout, Namespace
+from workmem.store.codecs.choose import is_approximate
 from workmem.store.selector import shown_digest
 from workmem.store.tools.folder_view import FolderView, SpaceView
 
@@ -21,6 +22,8 @@ class SpaceStat(msgspec.Struct, frozen=True, kw_only=True):
     adapter: str
     epoch: int
     tenant: str
+    approximate: bool
+    """Its pages may have been rounded to take less room."""
     pages: int
     bytes: int
     """Bytes that its live pages take on disk."""
@@ -93,6 +96,7 @@ def space_stat(space: SpaceView, *, show_names: bool) -> SpaceStat:
         adapter=shown(namespace.adapter),
         epoch=namespace.weights_epoch,
         tenant=shown(namespace.tenant_salt),
+        approximate=is_approximate(namespace.layout),
         pages=len(space.pages),
         bytes=sum(page.length for page in space.pages.values()),
     )

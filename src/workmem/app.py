@@ -19,6 +19,7 @@ from workmem.gateway.app import build_app
 from workmem.gateway.metrics import Metrics
 from workmem.gateway.upstream import build_upstream_app
 from workmem.index.history import PromptHistory
+from workmem.store.codecs.settings import page_codec
 from workmem.store.config import StoreConfig
 from workmem.store.contract import KVStore
 from workmem.store.host.client import HostStore
@@ -82,6 +83,11 @@ def open_host(
 
     Raises ConfigError where the store cannot be opened, or the socket is taken or open to other users.
     """
+    if not page_codec(config).exact:
+        raise ConfigError(
+            f"$.store.ssd.compression: {config.ssd.compression!r} rounds pages, and whoever attaches to the "
+            "host's store asks for exact ones; choose off or zstd here"
+        )
     path = host_socket(config.host.socket)
     limits = HostLimits(config.host.lease_s, config.host.reservation_s, config.host.connections_max)
     with (

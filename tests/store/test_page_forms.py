@@ -10,14 +10,16 @@ import msgspec
 import numpy as np
 import pytest
 
+from workmem.app import open_host
 from workmem.core.errors import ConfigError
-from workmem.core.events import BlockQuarantined
+from workmem.core.events import BlockQuarantined, discard
 from workmem.core.layout import KVLayout, Namespace
 from workmem.core.outcomes import MissReason
 from workmem.store.codecs.choose import codec_by_name, stored_layout
 from workmem.store.codecs.key_file import KEY_BYTES
 from workmem.store.codecs.raw import Raw
 from workmem.store.codecs.sealing import open_keyring
+from workmem.store.config import SsdConfig, StoreConfig
 from workmem.store.contract import PageWrite
 from workmem.store.tiers.page_check import Expected
 from workmem.store.tiers.page_forms import PageForms
@@ -388,3 +390,12 @@ def test_a_rounded_page_under_an_exact_identity_does_not_open():
 
 def _stored(header) -> int:
     return int.from_bytes(header[152:160], "little")
+
+
+def test_a_store_of_the_host_keeps_exact_pages_only(tmp_path):
+    config = StoreConfig(ssd=SsdConfig(path=str(tmp_path), compression="int8", approximate=True))
+    with (
+        pytest.raises(ConfigError, match="whoever attaches to the host's store asks for exact ones"),
+        open_host(config, cache_dir=tmp_path, sink=discard, progress=None),
+    ):
+        pass

@@ -157,6 +157,27 @@ def test_writes_that_fail_once_are_tried_again(monkeypatch):
         assert store.gauges()["store_below_write_errors_total"] == 1
 
 
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_purge_that_the_tier_fails_once_is_not_forgotten(monkeypatch, raises):
+    class Raises(MemoryTier):
+        left = 1
+
+        def drop(self, names, done):
+            if self.left:
+                self.left -= 1
+                raise RuntimeError("rude")
+            super().drop(names, done)
+
+    shelf = {}
+    tier = Raises(shelf=shelf) if raises else FaultyTier(MemoryTier(shelf=shelf), operation="drop", fail_at=2)
+    with opened(monkeypatch, tier) as store:
+        saved(store, 4)
+        assert len(shelf) == 16
+        store.purge(lambda _: True)
+        assert store.flush(20)
+        assert shelf == {}
+
+
 def test_a_page_that_comes_back_changed_is_a_miss_and_told(monkeypatch):
     events, shelf = [], {}
     with opened(monkeypatch, MemoryTier(shelf=shelf), sink=events.append) as store:

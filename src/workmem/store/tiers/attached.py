@@ -104,9 +104,7 @@ class AttachedTier:
 
     def probe(self) -> None:
         """Do something that does no harm. Raises OSError while the tier refuses."""
-        nobody = PageName(bytes(32), bytes(32))
-        if Outcome.FAILED in gather(1, lambda done: self.tier.drop([nobody], done)):
-            raise OSError(errno.EIO, "the tier still fails")
+        self._drop([PageName(bytes(32), bytes(32))])
 
     def folder_is_ours(self) -> bool:
         """There is no folder to be lost."""
@@ -156,10 +154,17 @@ class AttachedTier:
             for entry in entries
             if isinstance(entry, DeleteEntry) and entry.number in self._roots
         ]
-        if names and Outcome.FAILED in gather(len(names), lambda done: self.tier.drop(names, done)):
+        try:
+            self._drop(names)
+        except BaseException:
+            # Whatever it was: a purge that is forgotten leaves pages behind.
             strikes.return_deletes(entries)
-            raise OSError(errno.EIO, "pages could not be dropped")
+            raise
         strikes.strikes_are_durable()
+
+    def _drop(self, names: Sequence[PageName]) -> None:
+        if names and Outcome.FAILED in gather(len(names), lambda done: self.tier.drop(names, done)):
+            raise OSError(errno.EIO, "the tier failed to drop pages")
 
 
 def gather(count: int, call: Callable[[Callable[[int, Outcome], None]], None]) -> list[Outcome]:

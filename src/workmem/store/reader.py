@@ -195,11 +195,11 @@ class Scratch(threading.local):
     """Memory of a reader thread, aligned for the disk and kept, for pages that are not stored as they lie in a frame."""
 
     def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, mmap.PAGESIZE)
+        self._memory: mmap.mmap | None = None
 
     def room(self, size: int) -> memoryview:
         """The first `size` bytes; valid until asked again."""
-        if len(self._memory) < size:
+        if self._memory is None or len(self._memory) < size:
             # The old one goes once nobody looks at it any more.
             self._memory = mmap.mmap(-1, size)
         return memoryview(self._memory)[:size]

@@ -31,7 +31,7 @@ class Staging:
     def __init__(self, arena: Arena, forms: PageForms) -> None:
         self._arena = arena
         self._forms = forms
-        self._memory = mmap.mmap(-1, mmap.PAGESIZE)
+        self._memory: mmap.mmap | None = None
 
     def ready(self, jobs: Sequence[WriteJob]) -> list[ReadyPage]:
         """The pages of `jobs`, whose frames are pinned, in their order. `release` them after use."""
@@ -56,7 +56,7 @@ class Staging:
         return pages
 
     def _room(self, size: int) -> memoryview:
-        if len(self._memory) < size:
+        if self._memory is None or len(self._memory) < size:
             # The old one goes once nobody looks at it any more.
             self._memory = mmap.mmap(-1, size)
         return memoryview(self._memory)

@@ -289,7 +289,7 @@ def test_a_new_key_opens_old_pages_while_the_old_one_is_named_and_then_they_are_
     assert gauges["store_quarantines_total"] == gauges["store_ssd_read_errors_total"] == 0
     before.save(store)
     assert read_all(store, before.root, before.keys) == 3
-    assert store.purge(lambda _: True) == 6
+    assert store.purge(lambda _: True).blocks == 6
     assert store.flush(20)
     assert store.gauges()["store_ssd_pages"] == 0
 

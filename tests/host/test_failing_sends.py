@@ -76,7 +76,8 @@ def test_failing_the_nth_send_costs_misses_and_nothing_that_lasts(host, monkeypa
 def live(host) -> None:
     """One client's life: attach, save, read, strike, let go. Any call may meet the failure."""
     try:
-        client = host.client(call_s=20)
+        # Half a request is waited for at both ends: by the server until this client has had enough.
+        client = host.client(call_s=1)
     except TransferError:
         return
     client.register(CHAIN.space)

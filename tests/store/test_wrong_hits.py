@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +32,7 @@ from workmem.store.store import Store
 from workmem.store.tiers import journal
 from workmem.store.tiers.page_check import verify
 from workmem.store.tiers.page_header import checksum_of
+from workmem.testing.faulty_device import FaultPlan, FaultyDevice
 from workmem.testing.pages import SMALL, Chain, namespace, page_bytes, read_all, settle
 
 pytestmark = pytest.mark.timeout(90)
@@ -498,3 +500,32 @@ def test_a_page_is_refused_for_each_thing_that_is_not_as_asked(field):
         return
     with pytest.raises(IntegrityError):
         verify(**asked, page=memoryview(raw))
+
+
+def test_a_page_that_is_read_while_its_namespace_is_purged_is_never_seen(kit, caplog):
+    chain, plan = Chain(namespace(), 2), FaultPlan()
+    store = kit.open()
+    chain.save(store)
+    store.close()
+    again = kit.open(device=FaultyDevice(plan))
+    again.register(chain.space)
+    began, purged = threading.Event(), threading.Event()
+
+    def hold(path: Path, offset: int) -> None:
+        del path, offset
+        began.set()
+        purged.wait(20)
+
+    plan.before_read = hold
+    lease = again.lease(chain.root, chain.keys, owner="t", ttl_s=60)
+    assert began.wait(20)
+    again.purge(lambda space: space == chain.space)
+    purged.set()
+    settle(lease)
+    assert lease.ready == 0
+    lease.release()
+    assert again.flush(20)
+    arena = again.arena
+    assert page_bytes(chain.keys[0], SMALL)[:64] not in bytes(arena.readable(0, arena.capacity_bytes))
+    assert again.lookup(chain.root, chain.keys).blocks == 0
+    assert "a bug of ours" not in caplog.text

@@ -478,13 +478,8 @@ def test_a_page_is_refused_for_each_thing_that_is_not_as_asked(field):
     space, chain = Space(namespace(), 1), Chain(namespace(), 2)
     block, raw = chain.block(1), bytearray(FRAME)
     fill(space, chain.writes()[1], memoryview(raw))
-    asked = {
-        "space": space,
-        "key": block.key,
-        "parent": block.parent,
-        "depth": 1,
-        "header_sum": checksum_of(raw),
-    }
+    asked = {"layout": SMALL, "root": chain.root, "key": block.key, "parent": block.parent, "depth": 1}
+    asked["header_sum"] = checksum_of(raw)
     if field == "layout":
         asked["layout"] = ONE_HEAD
     elif field == "payload":

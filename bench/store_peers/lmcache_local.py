@@ -6,11 +6,15 @@ A put allocates in its pinned pool (evicting by its own rule), copies and submit
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import threading
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+# A line of its log for each eviction would be measured along.
+os.environ["LMCACHE_LOG_LEVEL"] = "ERROR"
 
 import numpy as np
 import torch

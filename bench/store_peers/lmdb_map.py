@@ -39,7 +39,8 @@ class Lmdb(Store):
     def _start(self) -> None:
         self._env = lmdb.open(
             str(self._folder),
-            map_size=2 * self._capacity_bytes,
+            # What a transaction deletes is free for others once the next ones are done: a batch may be half of it all.
+            map_size=4 * self._capacity_bytes,
             sync=self._on_disk,
             metasync=self._on_disk,
             readahead=self._on_disk,

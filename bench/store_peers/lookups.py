@@ -9,8 +9,10 @@ address per key over a Unix socket: no store answers another process in less.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
+import queue
 import socket
 import time
 from collections.abc import Callable
@@ -18,10 +20,12 @@ from typing import Any
 
 import numpy as np
 
+from workmem.config import cache_dir
 from workmem.core.keys import BlockKey, block_keys
 from workmem.core.layout import BLOCK_TOKENS, KVLayout, Namespace
 from workmem.store.config import DramConfig, SsdConfig, StoreConfig
-from workmem.store.contract import BlockId, KVStore, PageWrite
+from workmem.store.contract import BlockId, KVStore, PageWrite, SaveState
+from workmem.store.copying import use_native_copy
 from workmem.store.store import Store
 
 BLOCKS = (32, 512)
@@ -92,6 +96,30 @@ def measure_store(seconds: float) -> dict[str, dict[str, Any]]:
     return found
 
 
+def measure_saves(seconds: float) -> dict[str, dict[str, Any]]:
+    """What an engine waits for: offering 64 pages of 360 KiB to be copied behind it, and putting one at once."""
+    layout = KVLayout(dtype="bf16", layers=30, kv_heads=3, head_dim=64)
+    tokens, source = tuple(range(BLOCK_TOKENS)), np.ones(layout.page_bytes, dtype=np.uint8)
+    numbers = itertools.count(1)
+    told: queue.SimpleQueue[SaveState] = queue.SimpleQueue()
+
+    def block() -> BlockId:
+        return BlockId(BlockKey(next(numbers).to_bytes(KEY_BYTES, "big")), root, tokens, 0)
+
+    def copy(page: memoryview) -> None:
+        np.copyto(np.frombuffer(page, dtype=np.uint8), source)
+
+    def offer() -> None:
+        store.save(root, [PageWrite(block(), copy, told.put) for _ in range(64)])
+
+    with Store(StoreConfig(dram=DramConfig(bytes="256MiB"), ssd=SsdConfig(enabled=False))) as store:
+        root = store.register(Namespace(model_fingerprint="bench", layout=layout))
+        return {
+            "save_64_offered": timed(offer, seconds, lambda: [told.get() for _ in range(64)]),
+            "put_1": timed(lambda: store.put(root, [(block(), source)]), seconds),
+        }
+
+
 def measure_echo(seconds: float) -> dict[str, dict[str, Any]]:
     """Between two processes: a request of n keys, an answer of n addresses."""
     found: dict[str, dict[str, Any]] = {}
@@ -140,7 +168,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.0)
     seconds: float = parser.parse_args().seconds
     # The echo first: its server is forked, and must not inherit the store's threads.
-    print(json.dumps(measure_echo(seconds) | measure_store(seconds)))
+    found = measure_echo(seconds)
+    use_native_copy(cache_dir())
+    print(json.dumps(found | measure_store(seconds) | measure_saves(seconds)))
 
 
 if __name__ == "__main__":

@@ -15,14 +15,15 @@ from typing import Any
 
 import driver
 import numpy as np
-import xxhash
 from driver import BATCH, Client, Memory, key_of, serve
 
 import workmem
+from workmem.config import cache_dir
 from workmem.core.keys import BlockKey
 from workmem.core.layout import KVLayout, Namespace
 from workmem.store.config import DramConfig, SsdConfig, StoreConfig
 from workmem.store.contract import BlockId, KVStore, Lease, PageWrite, SaveState
+from workmem.store.copying import PageCopy, native_copy, use_native_copy
 from workmem.store.store import Store
 
 LAYOUTS = {
@@ -43,9 +44,11 @@ class Workmem(driver.Store):
     """`medium` is what is measured: dram, or ssd. With `host` the arena is another process's."""
 
     def __init__(self, options: dict[str, Any]) -> None:
+        use_native_copy(cache_dir())
         super().__init__(
             version=workmem.__version__,
-            checks="get: xxh3-64 of each slice of the copy; put: the sums are made",
+            checks="get: xxh3-64 of each slice of the copy; put: the sums are made"
+            + ("" if native_copy() else "; without a C compiler"),
             durable=options["medium"] == "ssd",
         )
         self._medium: str = options["medium"]
@@ -131,10 +134,9 @@ class Caller:
     ) -> None:
         self._store = store
         self._root = root
-        self._layout = layout
         self._memory = memory
         self._waits_for_disk = waits_for_disk
-        self._spans = [slice(*layout.slice_span(i)) for i in range(layout.slice_count)]
+        self._copy = PageCopy(layout)
         self._tokens = tuple(range(layout.block_tokens))
         self._told: queue.SimpleQueue[SaveState] = queue.SimpleQueue()
 
@@ -157,38 +159,39 @@ class Caller:
                 settled.wait()
             ready = lease.ready
             for i in range(ready):
-                self._copy(lease.page(i), lease.checksums(i), self._memory.target[row + i])
+                self._copy.read(lease, i, self._memory.target[row + i])
             return ready
         finally:
             lease.release()
 
-    def _copy(self, page: memoryview, sums: tuple[int, ...], target: np.ndarray) -> None:
-        source = np.frombuffer(page, dtype=np.uint8)
-        for span, wanted in zip(self._spans, sums, strict=True):
-            # Slice by slice: the sum is taken while the copy is still in the cache.
-            np.copyto(target[span], source[span])
-            if xxhash.xxh3_64_intdigest(target[span]) != wanted:
-                raise RuntimeError("a page arrived corrupt")
-
     def write(self, blocks: range) -> int:
         """See `Client.write`."""
         pages, parent = [], self._root
-        for depth, block in enumerate(blocks):
-            pages.append(self._page(block, parent, depth))
-            parent = pages[-1].block.key
-        self._store.save(self._root, pages)
-        stored = sum(self._told.get() is SaveState.STORED for _ in pages)
+        memory, tokens = self._memory, self._tokens
+        for depth, number in enumerate(blocks):
+            block = BlockId(BlockKey(key_of(number)), parent, tokens, depth)
+            pages.append((block, memory.source[number % memory.rows]))
+            parent = block.key
+        states = self._stored(pages)
         if self._waits_for_disk and not self._store.flush(60.0):
             raise RuntimeError("not on the ssd after a minute")
-        return stored
+        return states.count(SaveState.STORED)
 
-    def _page(self, block: int, parent: bytes, depth: int) -> PageWrite:
-        row = self._memory.source[block % self._memory.rows]
+    def _stored(self, pages: list[tuple[BlockId, np.ndarray]]) -> list[SaveState]:
+        if isinstance(self._store, Store):
+            return self._store.put(self._root, pages)
+        # Another process's store takes pages behind the caller, and says when they are there.
+        self._store.save(
+            self._root, [PageWrite(block, _filling(row), self._told.put) for block, row in pages]
+        )
+        return [self._told.get() for _ in pages]
 
-        def fill(page: memoryview) -> None:
-            np.copyto(np.frombuffer(page, dtype=np.uint8), row)
 
-        return PageWrite(BlockId(BlockKey(key_of(block)), parent, self._tokens, depth), fill, self._told.put)
+def _filling(row: np.ndarray) -> Callable[[memoryview], None]:
+    def fill(page: memoryview) -> None:
+        np.copyto(np.frombuffer(page, dtype=np.uint8), row)
+
+    return fill
 
 
 class RawFile:

@@ -19,9 +19,11 @@ from workmem.gateway.app import build_app
 from workmem.gateway.metrics import Metrics
 from workmem.gateway.upstream import build_upstream_app
 from workmem.index.history import PromptHistory
+from workmem.store.codecs.settings import page_codec
 from workmem.store.config import StoreConfig
 from workmem.store.contract import KVStore
 from workmem.store.host.client import HostStore
+from workmem.store.host.place import is_served
 from workmem.store.host.server import HostServer
 from workmem.store.host.session import HostLimits
 from workmem.store.store import Store
@@ -70,7 +72,7 @@ def open_app(config: Config, *, cache_dir: Path, progress: Progress) -> Generato
         stack.callback(engine.stop)
         gauges.sources.append(engine)
         history = PromptHistory(prompts_max=config.server.explain_prompts_max)
-        yield build_app(engine, config.server, history=history, metrics=metrics)
+        yield build_app(engine, config.server, history=history, metrics=metrics, purge=store.purge)
 
 
 @contextmanager
@@ -81,6 +83,11 @@ def open_host(
 
     Raises ConfigError where the store cannot be opened, or the socket is taken or open to other users.
     """
+    if not page_codec(config).exact:
+        raise ConfigError(
+            f"$.store.ssd.compression: {config.ssd.compression!r} rounds pages, and whoever attaches to the "
+            "host's store asks for exact ones; choose off or zstd here"
+        )
     path = host_socket(config.host.socket)
     limits = HostLimits(config.host.lease_s, config.host.reservation_s, config.host.connections_max)
     with (
@@ -91,18 +98,26 @@ def open_host(
 
 
 def _open_store(config: StoreConfig, cache_dir: Path, sink: EventSink, progress: Progress) -> KVStore:
-    if config.host.attach == "never":
+    host = config.host
+    path = host_socket(host.socket)
+    is_required = host.attach == "require"
+    if host.attach == "never" or not (is_required or (config.ssd.enabled and is_served(path))):
         return _own_store(config, cache_dir, sink, progress)
-    path = host_socket(config.host.socket)
     progress.begin("attaching to the host's store")
     try:
-        store = HostStore(path, sink, call_s=config.host.call_s, save_queue_pages=config.save_queue_pages)
+        store = HostStore(
+            path,
+            sink,
+            call_s=host.call_s,
+            save_queue_pages=config.save_queue_pages,
+            of_folder=None if is_required else _ssd_folder(config, cache_dir),
+        )
     except TransferError as error:
-        if config.host.attach == "require":
+        if is_required:
             raise ConfigError(
                 f"$.store.host.attach: {error}; run workmem store serve, or set it to auto or never"
             ) from error
-        progress.note(f"no store of the host to attach to ({error}); opening one of our own")
+        progress.note(f"not attached to the host's store ({error}); opening one of our own")
         return _own_store(config, cache_dir, sink, progress)
     progress.end(f"attached to the host's store at {path}: dram {format_bytes(store.dram_capacity_bytes())}")
     return store
@@ -110,16 +125,22 @@ def _open_store(config: StoreConfig, cache_dir: Path, sink: EventSink, progress:
 
 def _own_store(config: StoreConfig, cache_dir: Path, sink: EventSink, progress: Progress) -> Store:
     progress.begin("opening the store")
-    ssd = msgspec.structs.replace(config.ssd, path=config.ssd.path or str(cache_dir / "store"))
+    ssd = msgspec.structs.replace(config.ssd, path=str(_ssd_folder(config, cache_dir)))
     store = Store(msgspec.structs.replace(config, ssd=ssd), sink)
     tiers = f"dram {format_bytes(parse_bytes(config.dram.bytes))}"
     if store.ssd_problem:
         tiers += f"; ssd {ssd.path} {store.ssd_problem}"
+    elif config.below.tier != "ssd":
+        tiers += f"; below it {config.below.tier}"
     elif ssd.enabled:
         blocks = int(store.gauges()["store_ssd_pages"])
         tiers += f", ssd {ssd.path} with {blocks} blocks from before"
     progress.end(f"store opened: {tiers}")
     return store
+
+
+def _ssd_folder(config: StoreConfig, cache_dir: Path) -> Path:
+    return Path(config.ssd.path or cache_dir / "store").expanduser()
 
 
 def _open_engine(

@@ -12,11 +12,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from workmem.core.errors import ClientError, ContextTooLong, EngineError, InvariantError, QueueFull
+from workmem.core.errors import (
+    ClientError,
+    ConfigError,
+    ContextTooLong,
+    EngineError,
+    InvariantError,
+    QueueFull,
+)
 from workmem.core.events import RequestFinished, RequestPreempted
 from workmem.core.generation import Caller
 from workmem.core.keys import block_keys
 from workmem.core.outcomes import MissReason
+from workmem.gateway.replies import usage_body
+from workmem.store.config import DramConfig, SsdConfig, StoreConfig
+from workmem.store.store import Store
 from workmem.testing.tiny_models import KINDS, build_model
 
 from .conftest import Bench
@@ -387,6 +397,29 @@ def test_fast_kv_is_never_a_hit_in_deterministic_mode(bench: Make, tmp_path: Pat
     asyncio.run(run(deterministic=True, expect_cached=0))
     asyncio.run(run(deterministic=True, expect_cached=48))
     asyncio.run(run(deterministic=False, expect_cached=48))
+
+
+def test_answers_from_a_store_that_rounds_say_so_and_deterministic_mode_refuses_it(
+    bench: Make, tmp_path: Path
+) -> None:
+    ssd = SsdConfig(path=str(tmp_path / "ssd"), bytes="64MiB", compression="int8", approximate=True)
+    tokens = prompt(64)
+
+    async def run(store: Store) -> None:
+        world = bench(store=store, dtype="fp32")
+        first = await world.ask(tokens)
+        assert not first.usage.approximate
+        again = await world.ask(tokens)
+        assert again.cached > 0
+        assert again.usage.approximate
+        assert usage_body({0: again.usage}, 1)["workmem"]["approximate"] is True
+        assert "approximate" not in usage_body({0: first.usage}, 1)["workmem"]
+        await world.engine.close()
+
+    with Store(StoreConfig(dram=DramConfig(bytes="64MiB"), ssd=ssd)) as store:
+        asyncio.run(run(store))
+        with pytest.raises(ConfigError, match="promises results to the bit"):
+            bench(store=store, dtype="fp32", deterministic=True)
 
 
 def test_a_loader_that_fails_costs_time_and_nothing_else(bench: Make) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import io
 import os
 import signal
 import subprocess
@@ -10,17 +12,20 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from workmem.app import _open_store
+from workmem.cli.main import main
 from workmem.core.errors import ConfigError
 from workmem.core.events import discard
+from workmem.core.layout import Namespace
 from workmem.core.outcomes import TierName
 from workmem.store.config import DramConfig, SsdConfig, StoreConfig
 from workmem.store.host.client import HostStore
 from workmem.store.host.config import HostConfig
 from workmem.store.store import Store
-from workmem.testing.pages import Chain, namespace, read_all
+from workmem.testing.pages import SMALL, Chain, namespace, page_bytes, read_all
 from workmem.testing.process import Place, ask, serving, sources, text
 from workmem.testing.tiny_models import build_model
 from workmem.testing.waiting import wait_until
@@ -82,6 +87,72 @@ def test_the_store_is_served_until_told_to_stop_and_keeps_what_it_has(tmp_path):
         assert CHAIN.tiers(store) == (TierName.SSD,) * 4
 
 
+def workmem(*words: str, tmp_path: Path, socket: Path | None = None) -> int:
+    place = ["--set", f"store.host.socket={socket or tmp_path / 'store.sock'}"]
+    return main(["store", *words, *place])
+
+
+def test_purge_takes_a_tenant_out_of_the_served_store(host, capsys, monkeypatch):
+    host.serve()
+    client = host.client()
+    mine, other = (
+        Chain(Namespace(model_fingerprint="m", layout=SMALL, tenant_salt=t), 3) for t in ("mine", "other")
+    )
+    for chain in (mine, other):
+        chain.save(client)
+    run = functools.partial(workmem, "purge", tmp_path=host.folder)
+    assert run("--tenant", "nobody", "--yes") == 0
+    assert "nothing to purge" in capsys.readouterr().out
+    assert run("--tenant", "mine") == 2
+    assert "3 blocks of 1 namespace" in (said := capsys.readouterr().err)
+    assert "--yes" in said
+    assert run("--yes") == run("--root", "3fa9", "--yes") == 2
+    monkeypatch.setattr("sys.stdin", Typed("n\n"))
+    assert run("--tenant", "mine") == 2
+    assert client.lookup(mine.root, mine.keys).blocks == 3
+    monkeypatch.setattr("sys.stdin", Typed("y\n"))
+    assert run("--tenant", "mine") == 0
+    assert "purged 3 blocks of 1 namespace, 12.0 KiB" in capsys.readouterr().out.replace("\n", " ")
+    assert client.lookup(mine.root, mine.keys).blocks == 0
+    assert client.lookup(other.root, other.keys).blocks == 3
+
+
+def test_purge_takes_an_epoch_out_of_a_stopped_folder_and_waits_for_nobody_elses(tmp_path, capsys):
+    folder = tmp_path / "ssd"
+    settings = StoreConfig(dram=DramConfig(bytes="1MiB"), ssd=SsdConfig(path=str(folder), bytes="16MiB"))
+    old, new = (Chain(Namespace(model_fingerprint="m", layout=SMALL, weights_epoch=n), 3) for n in (1, 2))
+    with Store(settings) as store:
+        for chain in (old, new):
+            chain.save(store)
+        assert workmem("purge", str(folder), "--epoch", "1", "--yes", tmp_path=tmp_path) == 2
+        assert f"in use by process {os.getpid()}" in capsys.readouterr().err
+    assert workmem("purge", str(folder), "--epoch", "1", "--yes", tmp_path=tmp_path) == 0
+    assert "gone from the disk" in capsys.readouterr().out
+    assert workmem("purge", str(tmp_path / "none"), "--epoch", "1", "--yes", tmp_path=tmp_path) == 2
+    kept = b"".join(file.read_bytes() for file in (folder / "segments").iterdir())
+    assert page_bytes(old.keys[1], SMALL)[:64] not in kept
+    with Store(settings) as store:
+        for chain, count in ((old, 0), (new, 3)):
+            store.register(chain.space)
+            assert store.lookup(chain.root, chain.keys).blocks == count
+
+
+def test_scrub_reads_the_served_stores_disk(host, capsys):
+    assert workmem("scrub", tmp_path=host.folder) == 2
+    assert "workmem store verify" in capsys.readouterr().err
+    host.serve()
+    CHAIN.save(host.client())
+    assert workmem("scrub", "--rate", "1GiB", tmp_path=host.folder) == 0
+    assert "4 pages are what was written" in capsys.readouterr().out
+
+
+class Typed(io.StringIO):
+    """What somebody types at a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
 class Said:
     """A progress that remembers."""
 
@@ -102,20 +173,53 @@ def config(folder: Path, attach: str) -> StoreConfig:
     )
 
 
-def test_attaching_is_asked_for_and_falls_back_only_where_that_was_asked_for(host):
+def test_an_engine_attaches_by_itself_to_the_store_served_from_its_folder(host):
+    assert HostConfig().attach == "auto"
     said = Said()
     with pytest.raises(ConfigError, match=r"store\.host\.attach.*workmem store serve"):
         _open_store(config(host.folder, "require"), host.folder, discard, said)
+    said = Said()
     own = _open_store(config(host.folder, "auto"), host.folder, discard, said)
     assert isinstance(own, Store)
-    assert any("no store of the host" in line for line in said.lines)
     own.close()
+    # Nothing to hear about where nothing is served: that is how most start.
+    assert not any("the host's store" in line for line in said.lines)
     host.serve()
-    for attach, kind in (("auto", HostStore), ("require", HostStore)):
-        store = _open_store(config(host.folder, attach), host.folder, discard, said)
-        assert isinstance(store, kind)
+    link = host.folder / "link"
+    link.symlink_to(host.folder / "ssd")
+    same = config(host.folder, "auto")
+    for settings in (same, config(host.folder, "require"), through(same, link)):
+        store = _open_store(settings, host.folder, discard, said)
+        assert isinstance(store, HostStore)
         assert store.dram_capacity_bytes() > 0
         store.close()
+    assert sum("attached to the host's store" in line for line in said.lines) == 3
+
+
+def test_an_engine_with_a_folder_of_its_own_does_not_attach_unless_it_must(host):
+    host.serve()
+    said = Said()
+    elsewhere = through(config(host.folder, "auto"), host.folder / "other")
+    own = _open_store(elsewhere, host.folder, discard, said)
+    assert isinstance(own, Store)
+    own.close()
+    assert any("another folder" in line for line in said.lines)
+    in_memory = through(config(host.folder, "auto"), host.folder / "ssd", enabled=False)
+    own = _open_store(in_memory, host.folder, discard, said)
+    assert isinstance(own, Store)
+    own.close()
+    required = through(config(host.folder, "require"), host.folder / "other")
+    attached = _open_store(required, host.folder, discard, said)
+    assert isinstance(attached, HostStore)
+    attached.close()
+    with pytest.raises(ConfigError, match="in use by process"):
+        _open_store(config(host.folder, "never"), host.folder, discard, said)
+
+
+def through(settings: StoreConfig, folder: Path, **more) -> StoreConfig:
+    return msgspec.structs.replace(
+        settings, ssd=msgspec.structs.replace(settings.ssd, path=str(folder), **more)
+    )
 
 
 @pytest.mark.slow

@@ -11,9 +11,11 @@ import pytest
 
 from workmem.config import host_socket
 from workmem.core.errors import ConfigError, TransferError
+from workmem.store.config import DramConfig, SsdConfig, StoreConfig
 from workmem.store.host import peer
 from workmem.store.host.client import HostStore
 from workmem.store.host.place import SocketPlace
+from workmem.store.store import Store
 from workmem.testing.pages import Chain, namespace
 
 CHAIN = Chain(namespace("small"), 2)
@@ -39,6 +41,27 @@ def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: 4242)
     with pytest.raises(ConfigError, match="another user"):
         SocketPlace(tmp_path / "store.sock").listen()
+
+
+def test_a_link_in_place_of_the_folder_is_refused(tmp_path):
+    real = tmp_path / "real"
+    real.mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(real)
+    with pytest.raises(ConfigError, match="is a link"):
+        SocketPlace(tmp_path / "link" / "store.sock").listen()
+    assert list(real.iterdir()) == []
+
+
+def test_the_arena_is_the_users_own(host, tmp_path):
+    # A file that backs it can be opened by name; memory without one by those who get its descriptor.
+    with Store(
+        StoreConfig(dram=DramConfig(bytes="1MiB", path=str(tmp_path / "arena")), ssd=SsdConfig(enabled=False))
+    ):
+        made = (tmp_path / "arena").stat()
+        assert (stat.S_IMODE(made.st_mode), made.st_uid) == (0o600, os.getuid())
+    host.serve(ssd=0)
+    assert os.fstat(host.store.arena.fd).st_uid == os.getuid()
+    assert str(Path(f"/proc/self/fd/{host.store.arena.fd}").readlink()).startswith("/memfd:")
 
 
 def test_processes_of_another_user_are_refused(host, monkeypatch):

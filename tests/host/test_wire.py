@@ -187,7 +187,7 @@ def test_another_version_is_told_so(served, monkeypatch):
         assert refused.code is ErrorCode.VERSION
         assert "run the same workmem on both ends" in str(refused)
     monkeypatch.setattr(messages, "pack_hello", lambda pid: struct.pack("<8sHxxI", wire.MAGIC, 9, pid))
-    with pytest.raises(Refused, match="version 1, not 9"):
+    with pytest.raises(Refused, match=f"version {wire.VERSION}, not 9"):
         HostStore(served.socket)
 
 

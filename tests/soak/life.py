@@ -99,7 +99,7 @@ class Work:
 
     def purge(self) -> None:
         space = self.chance.choice(CHAINS).space
-        self.done["purged"] += self.store.purge(lambda namespace: namespace == space)
+        self.done["purged"] += self.store.purge(lambda namespace: namespace == space).blocks
 
     def _saved(self, state: object) -> None:
         self.done[f"saves {state}"] += 1

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from workmem.core.errors import ConfigError
-from workmem.store import residents, saver
+from workmem.store import residents, saver, saving
 from workmem.store.tiers import journal, page_header, segment_files
 from workmem.testing.pages import Chain, namespace, read_all, settle
 
@@ -24,7 +24,7 @@ class Allocations:
         self._lock = threading.Lock()
         self.count = 0
         self.fail_at = 0
-        for module in (residents, saver, journal, page_header, segment_files):
+        for module in (residents, saver, saving, journal, page_header, segment_files):
             for name, make in (("bytes", bytes), ("bytearray", bytearray)):
                 patch.setattr(module, name, self._counted(make), raising=False)
         # What has no constructor to be caught at: the journal's records and batches.

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+import secrets
 import shutil
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -31,8 +34,19 @@ CHAINS = tuple(Chain(space, 4, seed=seed) for space in SPACES for seed in range(
 ROOTS = {key: chain.root for chain in CHAINS for key in chain.keys}
 
 
+@pytest.fixture(autouse=True)
+def kept(monkeypatch):
+    """Settings of how pages are kept, which a test may add to."""
+    settings: dict[str, str] = {}
+    monkeypatch.setattr(sys.modules[__name__], "KEPT", settings)
+    return settings
+
+
+KEPT: dict[str, str] = {}
+
+
 def open_store(folder: Path, device: BlockDevice | None = None, sink=lambda event: None) -> Store:
-    ssd = SsdConfig(path=str(folder), bytes="256KiB", readers=1)
+    ssd = msgspec.structs.replace(SsdConfig(path=str(folder), bytes="256KiB", readers=1), **KEPT)
     return Store(StoreConfig(dram=DramConfig(bytes="512KiB"), ssd=ssd), sink, None, device)
 
 
@@ -192,6 +206,23 @@ def test_power_cut_at_every_operation_keeps_what_was_acknowledged(tmp_path):
     operations = work.device.operations
     assert operations > 60
     for at in range(operations + 1):
+        left = tmp_path / "left"
+        work.device.cut(left, seed=at, at=at)
+        check(left, work, at)
+        shutil.rmtree(left)
+
+
+@pytest.mark.usefixtures("small_journal")
+def test_power_cut_at_every_operation_keeps_pages_that_are_compressed_and_sealed(tmp_path, kept):
+    key = tmp_path / "key"
+    key.write_text(secrets.token_hex(32))
+    key.chmod(0o600)
+    kept |= {"compression": "zstd", "key_file": str(key)}
+    work = Workload(tmp_path / "store", seed=5)
+    work.run(7)
+    operations = work.device.operations
+    assert operations > 30
+    for at in range(0, operations + 1, 2):
         left = tmp_path / "left"
         work.device.cut(left, seed=at, at=at)
         check(left, work, at)

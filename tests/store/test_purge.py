@@ -37,7 +37,7 @@ def test_purge_is_complete_on_disk_and_in_memory(kit):
     assert store.flush(20)
     secret = page_bytes(mine.keys[3], SMALL)[:64]
     assert secret in on_disk(kit)
-    assert store.purge(of("mine")) == 12
+    assert store.purge(of("mine")).blocks == 12
     assert store.lookup(mine.root, mine.keys).blocks == 0
     assert store.lookup(mine.root, mine.keys).reason is MissReason.COLD
     arena = store.arena
@@ -74,7 +74,7 @@ def test_purge_by_epoch_leaves_newer_weights_alone(kit):
     ]
     for chain in chains:
         chain.save(store)
-    assert store.purge(lambda space: space.weights_epoch < 2) == 6
+    assert store.purge(lambda space: space.weights_epoch < 2).blocks == 6
     assert [store.lookup(chain.root, chain.keys).blocks for chain in chains] == [0, 0, 3]
 
 

@@ -146,3 +146,15 @@ def test_layouts_take_turns_in_a_full_arena(kit):
         assert read_all(store, large.root, large.keys) == 2
         assert read_all(store, small.root, small.keys) == 40
         store.audit()
+
+
+def test_any_number_of_lookups_keeps_nothing_from_leaving(kit):
+    """Asking whether a block is there is no use of it: a full store takes new pages all the same."""
+    store = kit.open(dram="64KiB", ssd=0)
+    asked = Chain(namespace(), 4)
+    asked.save(store)
+    for seed in range(1, 30):
+        for _ in range(1000):
+            store.lookup(asked.root, asked.keys)
+        assert Chain(namespace(), 2, seed=seed).save(store) == [SaveState.STORED] * 2
+    assert store.lookup(asked.root, asked.keys).blocks == 0

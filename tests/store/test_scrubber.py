@@ -192,8 +192,8 @@ class FolderSource:
         return sorted(found, key=lambda page: page.offset)
 
     def read(self, page) -> int | None:
-        with self.reader.page(self.space, page):
-            return page.length
+        self.reader.check(self.space, page)
+        return page.length
 
     def quarantine(self, page, reason: MissReason) -> None:
         self.struck.append((page.depth, reason))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -48,11 +50,17 @@ class StoreMachine(RuleBasedStateMachine):
         self.open()
 
     def open(self) -> None:
-        ssd = SsdConfig(path=str(self.folder / "store"), bytes=SSD_BYTES, readers=2, eviction=self.eviction)
+        ssd = SsdConfig(
+            path=str(self.folder / "store"), bytes=SSD_BYTES, readers=2, eviction=self.eviction, **self.kept()
+        )
         dram = DramConfig(bytes=DRAM_BYTES, eviction=self.eviction)
         self.store = Store(StoreConfig(dram=dram, ssd=ssd))
         for space in SPACES:
             self.store.register(space)
+
+    def kept(self) -> dict[str, Any]:
+        """Settings of how pages are kept."""
+        return {}
 
     @rule(chain=st.sampled_from(CHAINS), upto=st.integers(1, LENGTH), settled=st.booleans())
     def save(self, chain: Chain, upto: int, *, settled: bool) -> None:
@@ -159,3 +167,20 @@ StoreMachine.TestCase.settings = settings(
     max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestStoreMachine = StoreMachine.TestCase
+
+
+class SealedStoreMachine(StoreMachine):
+    """The same on pages that are compressed and sealed."""
+
+    def kept(self) -> dict[str, Any]:
+        key = self.folder / "key"
+        if not key.exists():
+            key.write_text(secrets.token_hex(32))
+            key.chmod(0o600)
+        return {"compression": "zstd", "key_file": str(key)}
+
+
+SealedStoreMachine.TestCase.settings = settings(
+    max_examples=8, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestSealedStoreMachine = SealedStoreMachine.TestCase

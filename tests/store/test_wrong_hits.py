@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,16 +18,21 @@ import msgspec
 import pytest
 
 from workmem.core import keys as core_keys
-from workmem.core.errors import CapacityError, ConfigError, LeaseError
+from workmem.core.errors import CapacityError, ConfigError, IntegrityError, LeaseError
 from workmem.core.keys import BlockKey
 from workmem.core.layout import Namespace
 from workmem.core.outcomes import MissReason
 from workmem.store.arena import ALIGNMENT_BYTES as PAGE
+from workmem.store.catalog import Space
 from workmem.store.config import DramConfig, SsdConfig, StoreConfig
 from workmem.store.contract import BlockId, PageWrite, SaveState
 from workmem.store.device import HostDevice
+from workmem.store.saver import fill
 from workmem.store.store import Store
 from workmem.store.tiers import journal
+from workmem.store.tiers.page_check import Expected, check_header, check_slices
+from workmem.store.tiers.page_header import checksum_of
+from workmem.testing.faulty_device import FaultPlan, FaultyDevice
 from workmem.testing.pages import SMALL, Chain, namespace, page_bytes, read_all, settle
 
 pytestmark = pytest.mark.timeout(90)
@@ -459,3 +465,65 @@ def test_a_clock_set_forward_ends_leases_and_their_pages_serve_the_next(kit, han
         lease.renew(10)
     lease.release()
     assert store.lookup(chain.root, chain.keys).reason is MissReason.EVICTED
+
+
+# -- the check itself
+
+
+@pytest.mark.parametrize(
+    "field", ["none", "root", "key", "parent", "depth", "header_sum", "layout", "payload"]
+)
+def test_a_page_is_refused_for_each_thing_that_is_not_as_asked(field):
+    """One by one: a header that is right by its own checksum and by the journal's may still be of another block."""
+    space, chain = Space(namespace(), 1), Chain(namespace(), 2)
+    block, raw = chain.block(1), bytearray(FRAME)
+    fill(space, chain.writes()[1], memoryview(raw))
+    asked = {"layout": SMALL, "root": chain.root, "key": block.key, "parent": block.parent, "depth": 1}
+    asked["header_sum"] = checksum_of(raw)
+    if field == "layout":
+        asked["layout"] = ONE_HEAD
+    elif field == "payload":
+        raw[-1] ^= 1
+    elif field in ("root", "key", "parent"):
+        asked[field] = hashlib.sha256(b"other").digest()
+    elif field != "none":
+        asked[field] += 1
+
+    def check() -> None:
+        header = check_header(Expected(**asked), memoryview(raw))
+        check_slices(header, asked["layout"], memoryview(raw)[PAGE:])
+
+    if field == "none":
+        check()
+        return
+    with pytest.raises(IntegrityError):
+        check()
+
+
+def test_a_page_that_is_read_while_its_namespace_is_purged_is_never_seen(kit, caplog):
+    chain, plan = Chain(namespace(), 2), FaultPlan()
+    store = kit.open()
+    chain.save(store)
+    store.close()
+    again = kit.open(device=FaultyDevice(plan))
+    again.register(chain.space)
+    began, purged = threading.Event(), threading.Event()
+
+    def hold(path: Path, offset: int) -> None:
+        del path, offset
+        began.set()
+        purged.wait(20)
+
+    plan.before_read = hold
+    lease = again.lease(chain.root, chain.keys, owner="t", ttl_s=60)
+    assert began.wait(20)
+    again.purge(lambda space: space == chain.space)
+    purged.set()
+    settle(lease)
+    assert lease.ready == 0
+    lease.release()
+    assert again.flush(20)
+    arena = again.arena
+    assert page_bytes(chain.keys[0], SMALL)[:64] not in bytes(arena.readable(0, arena.capacity_bytes))
+    assert again.lookup(chain.root, chain.keys).blocks == 0
+    assert "a bug of ours" not in caplog.text

@@ -21,3 +21,11 @@ app.command("workmem.cli.store_tools:export", name="export", help="Write pages t
 app.command(
     "workmem.cli.store_serve:serve", name="serve", help="Serve one store to the processes of this host."
 )
+app.command(
+    "workmem.cli.store_purge:purge",
+    name="purge",
+    help="Take a tenant, a model or an epoch out, running or stopped.",
+)
+app.command(
+    "workmem.cli.store_scrub:scrub", name="scrub", help="Have the host's store check its pages on disk now."
+)

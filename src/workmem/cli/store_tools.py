@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 from cyclopts import Parameter
-from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from workmem.cli.options import ConfigFile, Settings
-from workmem.config import cache_dir, load
-from workmem.core.errors import IntegrityError, TransferError
+from workmem.cli.store_folder import FolderPath, console_out, disk_errors, folder_of, keyring_of, progress_bar
+from workmem.core.errors import IntegrityError
 from workmem.core.units import format_bytes
 from workmem.store.tools import export as exporting
 from workmem.store.tools import gc as collecting
@@ -36,7 +32,6 @@ ShowNames = Annotated[
         help="Name models, adapters and tenants (their salts) instead of showing digests of them.",
     ),
 ]
-FolderPath = Annotated[Path | None, Parameter(help="The store's folder; the configured one if left out.")]
 RootPrefix = Annotated[
     str,
     Parameter(
@@ -59,12 +54,12 @@ def stat(
 
     Works beside a running store, and shows the moment it was run.
     """
-    with _disk_errors():
-        found = stat_of(read_folder(_folder(path, config, sets)), show_names=show_names)
+    with disk_errors():
+        found = stat_of(_view(path, config, sets), show_names=show_names)
     if json:
         _print_json(found)
         return
-    console = _console()
+    console = console_out()
     for line in _summary(found):
         console.print(line, soft_wrap=True)
     console.print(_space_table(found.spaces))
@@ -82,8 +77,8 @@ def ls(
     sets: Settings = (),
 ) -> None:
     """List the blocks of a namespace, each behind the one before it."""
-    with _disk_errors():
-        view = read_folder(_folder(path, config, sets))
+    with disk_errors():
+        view = _view(path, config, sets)
     space = find_space(view, root)
     lines = [line_of(space, page) for page in blocks_of(space)]
     shown = lines[:limit] if limit else lines
@@ -104,7 +99,7 @@ def ls(
             str(line.offset),
             str(line.bytes),
         )
-    console = _console()
+    console = console_out()
     console.print(f"namespace {space.root.hex()[:PREFIX_DIGITS]}, {len(lines)} blocks")
     console.print(table)
     if len(shown) < len(lines):
@@ -119,10 +114,10 @@ def verify(
     Nothing is changed: the store itself checks what it reads, and takes damaged pages out of service.
     Works beside a running store.
     """
-    with _disk_errors():
-        view = read_folder(_folder(path, config, sets))
+    with disk_errors():
+        view = _view(path, config, sets)
         total = sum(page.length for space in view.spaces for page in space.pages.values())
-        with _progress("reading", total) as bar:
+        with progress_bar("reading", total) as bar:
             verdict = verifying.verify(view, on_read=bar.read)
     if json:
         _print_json(verdict)
@@ -140,10 +135,12 @@ def gc(path: FolderPath = None, /, *, config: ConfigFile = None, sets: Settings 
 
     A running store does this by itself when it needs the room.
     """
-    folder = _folder(path, config, sets)
-    with _disk_errors(), _progress("checking and moving") as bar:
-        done = collecting.collect(folder, on_read=bar.read, on_segment=bar.segment)
-    console = _console()
+    folder = folder_of(path, config, sets)
+    with disk_errors(), progress_bar("checking and moving") as bar:
+        done = collecting.collect(
+            folder, keyring=keyring_of(config, sets), on_read=bar.read, on_segment=bar.segment
+        )
+    console = console_out()
     for name, (before, after) in (("segments", done.segment_bytes), ("journal", done.journal_bytes)):
         console.print(f"{name}: {format_bytes(before)} -> {format_bytes(after)}")
     console.print(f"records: {done.records[0]} -> {done.records[1]}")
@@ -168,57 +165,16 @@ def export(
     sets: Settings = (),
 ) -> None:
     """Write pages to OUT.npy, and what they are to OUT.json."""
-    with _disk_errors():
-        view = read_folder(_folder(path, config, sets))
+    with disk_errors():
+        view = _view(path, config, sets)
         space = find_space(view, root)
         pages = find_chain(space, key) if key else list(blocks_of(space))
         files = exporting.export(view, space, pages, out, show_names=show_names)
-    _console().print(f"{len(pages)} pages in {files[0]}, described in {files[1]}", soft_wrap=True)
+    console_out().print(f"{len(pages)} pages in {files[0]}, described in {files[1]}", soft_wrap=True)
 
 
-def _folder(path: Path | None, config: Path | None, sets: tuple[str, ...]) -> Path:
-    if path is not None:
-        return path
-    configured = load(config, sets=sets).config.store.ssd.path
-    return Path(configured).expanduser() if configured else cache_dir() / "store"
-
-
-@contextmanager
-def _disk_errors() -> Generator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise TransferError(f"the disk failed: {error}") from error
-
-
-class _Bar:
-    """A progress bar that counts bytes read, and then segments."""
-
-    def __init__(self, progress: Progress, name: str, total: int | None) -> None:
-        self._progress = progress
-        self._task = progress.add_task(name, total=total)
-
-    def read(self, count: int) -> None:
-        """So many bytes more are read."""
-        self._progress.advance(self._task, count)
-
-    def segment(self, done: int, total: int) -> None:
-        """So many segments of so many are written again."""
-        self._progress.update(self._task, description=f"segment {done} of {total}")
-
-
-@contextmanager
-def _progress(name: str, total: int | None = None) -> Generator[_Bar]:
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
-    console = Console(stderr=True)
-    with Progress(
-        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not sys.stderr.isatty()
-    ) as progress:
-        yield _Bar(progress, name, total)
-
-
-def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+def _view(path: Path | None, config: Path | None, sets: tuple[str, ...]) -> FolderView:
+    return read_folder(folder_of(path, config, sets), keyring=keyring_of(config, sets))
 
 
 def _print_json(value: object) -> None:
@@ -288,7 +244,7 @@ def _segment_table(segments: list[SegmentStat]) -> Table:
 
 
 def _print_verdict(view: FolderView, verdict: verifying.Verdict) -> None:
-    console = _console()
+    console = console_out()
     left = f"; {verdict.left} left while they were read" if verdict.left else ""
     console.print(
         f"{verdict.pages} of {view.page_count} pages are what was written, "

@@ -86,6 +86,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     sources: tuple[SourceRun, ...]
+    approximate: bool = False
+    """Some of the tokens that were not computed may have come back rounded from a tier that was told to."""
 
     @property
     def cached_tokens(self) -> int:

@@ -17,7 +17,7 @@ from workmem.core.generation import Engine
 from workmem.gateway.chat import chat_completions
 from workmem.gateway.completions import completions
 from workmem.gateway.config import ServerConfig
-from workmem.gateway.debug import drop_vram
+from workmem.gateway.debug import drop_vram, purge_store
 from workmem.gateway.exchange import Answer, Boundary, Endpoint, Exchange, state_of
 from workmem.gateway.explain import RequestLog, explain_request, list_requests
 from workmem.gateway.failures import Refusal, error_response, json_response
@@ -27,6 +27,7 @@ from workmem.gateway.metrics import Metrics
 from workmem.gateway.models import get_model, list_models
 from workmem.index.history import PromptHistory
 from workmem.prompt.identity import SessionInferrer
+from workmem.store.selector import Purged, PurgeSelector
 
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
@@ -37,11 +38,12 @@ def build_app(
     *,
     history: PromptHistory | None = None,
     metrics: Metrics | None = None,
+    purge: Callable[[PurgeSelector], Purged] | None = None,
 ) -> Starlette:
     """The OpenAI-compatible server of `engine`, which it closes when it stops.
 
     The caller who wants events counted makes `metrics` (with the engine's gauges) and hands
-    `metrics.events` to the emitters.
+    `metrics.events` to the emitters. `purge` is that of the engine's store; it may block.
     """
     config = config or ServerConfig()
     history = history or PromptHistory(prompts_max=config.explain_prompts_max)
@@ -65,12 +67,14 @@ def build_app(
             ("/debug/requests", "GET", list_requests),
             ("/debug/requests/{id}", "GET", explain_request),
             ("/debug/drop_vram", "POST", drop_vram),
+            ("/debug/store/purge", "POST", purge_store),
         ],
         config=config,
         metrics=metrics,
         health=_engine_health,
         lifespan=lifespan,
     )
+    app.state.purge = purge
     app.state.history = history
     app.state.request_log = request_log
     app.state.service = Service(

@@ -21,12 +21,15 @@ def usage_body(usages: Mapping[int, Usage], n: int) -> dict[str, Any]:
     for usage in prompts:
         for run in usage.sources:
             by_source[run.source] = by_source.get(run.source, 0) + run.tokens
+    workmem: dict[str, Any] = {"tokens_by_source": by_source}
+    if any(usage.approximate for usage in prompts):
+        workmem["approximate"] = True
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in prompts)},
-        "workmem": {"tokens_by_source": by_source},
+        "workmem": workmem,
     }
 
 

@@ -19,6 +19,7 @@ from workmem.core.keys import BlockKey
 from workmem.core.layout import KVLayout, Namespace
 from workmem.core.outcomes import MissReason
 from workmem.store.arena import align
+from workmem.store.copying import PageCopy
 from workmem.store.frames import Frame
 from workmem.store.tiers.page_header import header_bytes, slice_sums
 
@@ -43,6 +44,7 @@ class Space:
     """The blocks of one namespace: key to row."""
 
     __slots__ = (
+        "copy",
         "filling",
         "frame_bytes",
         "ghosts",
@@ -51,6 +53,7 @@ class Space:
         "layout",
         "namespace",
         "number",
+        "page_bytes",
         "root",
         "rows",
         "spans",
@@ -65,8 +68,10 @@ class Space:
         self.root = namespace.root()
         self.layout: KVLayout = namespace.layout
         self.header_bytes = header_bytes(self.layout)
-        self.frame_bytes = self.header_bytes + align(self.layout.page_bytes)
+        self.page_bytes = self.layout.page_bytes
+        self.frame_bytes = self.header_bytes + align(self.page_bytes)
         """A frame holds a page as it lies on disk: header, then payload."""
+        self.copy = PageCopy(self.layout)
         self.sums, self.sums_at = slice_sums(self.layout)
         self.spans = [self.layout.slice_span(index) for index in range(self.layout.slice_count)]
         self.rows: dict[BlockKey, int] = {}

@@ -41,8 +41,25 @@ class SsdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Threads that bring pages to dram."""
     retry_s: Annotated[float, Meta(gt=0)] = 30.0
     """Pause before a tier that tripped is tried again."""
+    compression: Literal["off", "zstd", "int8", "fp8"] = "off"
+    """How pages are kept: `zstd` makes them about a third smaller and costs time; `int8` and `fp8` halve them, rounded."""
+    approximate: bool = False
+    """Allow `int8` and `fp8`. What they keep is never a hit for a store that keeps exact pages."""
+    key_file: str = ""
+    """File of the key that pages and journal are encrypted under; empty leaves them in the clear."""
+    older_key_files: tuple[str, ...] = ()
+    """Keys of before, which open what was encrypted under them."""
     scrub_bytes_per_s: str | int = "4MiB"
     """Rate at which pages are read in the background to find rot before somebody needs them; 0 is never."""
+
+
+class BelowConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[store.below]`: what lies below dram."""
+
+    tier: str = "ssd"
+    """`ssd`, set by `[store.ssd]`, or the name of an installed tier (entry point group `workmem.tiers`)."""
+    options: dict[str, str | int | float | bool] = {}
+    """What that tier is to know; not for `ssd`."""
 
 
 class PinsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,6 +86,7 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """`[store]` of the configuration."""
 
     dram: DramConfig = DramConfig()
+    below: BelowConfig = BelowConfig()
     ssd: SsdConfig = SsdConfig()
     host: HostConfig = HostConfig()
     pins: PinsConfig = PinsConfig()

@@ -1,7 +1,7 @@
 """What an engine asks of the store. Implemented by `store.store.Store`.
 
-Threads: every method may be called from any thread and none blocks on I/O; work goes on behind and
-reports through callbacks, which run on a store thread and must be short.
+Threads: every method may be called from any thread and none but `purge`, `flush` and `close` blocks on I/O; work
+goes on behind and reports through callbacks, which run on a store thread and must be short.
 
 Ownership (rule R3): a page is read only through a `Lease`, which holds it in dram until `release`,
 called exactly once. What a caller writes goes through `save`, which copies and then lets go.
@@ -19,6 +19,7 @@ from workmem.core.keys import BlockKey
 from workmem.core.layout import KVLayout, Namespace
 from workmem.core.outcomes import Lookup, MissReason, TierName
 from workmem.policy.order import Prospect
+from workmem.store.selector import Purged, PurgeSelector
 
 
 class BlockId(msgspec.Struct, frozen=True):
@@ -132,6 +133,13 @@ class KVStore(Protocol):
 
     def save(self, root: bytes, pages: Sequence[PageWrite]) -> None:
         """Queue pages for dram (and, behind that, ssd). Parents come before their children."""
+        ...
+
+    def purge(self, chosen: PurgeSelector) -> Purged:
+        """Take the namespaces that `chosen` fits out of every tier. None of their blocks is a hit from then on (R9).
+
+        Blocks for as long as that takes.
+        """
         ...
 
     def dram_capacity_bytes(self) -> int:

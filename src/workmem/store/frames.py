@@ -9,7 +9,7 @@ No lock here: only the pool calls this, under its own (R1).
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 from heapq import nsmallest
 from itertools import accumulate
 
@@ -33,8 +33,8 @@ _FREES_BETWEEN_TRIES = 16
 NO_OWNER = -1
 
 
-class FrameState(Enum):
-    """Where a frame is in its life."""
+class FrameState(StrEnum):
+    """Where a frame is in its life. Strings, whose hash is free: several steps per page are looked up by it."""
 
     FREE = "free"
     RESERVED = "reserved"
@@ -52,6 +52,7 @@ _NEXT: dict[FrameState, frozenset[FrameState]] = {
     FrameState.EVICTING: frozenset({FrameState.FREE}),
     FrameState.QUARANTINED: frozenset({FrameState.FREE}),
 }
+_UNPINNED = frozenset({FrameState.EVICTING, FrameState.FREE})
 
 
 class Frame:
@@ -153,14 +154,13 @@ class FrameTable:
 
     def move(self, frame: Frame, state: FrameState) -> None:
         """Change state and ledger together. Raises InvariantError on a step the machine lacks."""
-        if state not in _NEXT[frame.state]:
-            raise InvariantError(
-                f"frame at {frame.offset}: {frame.state.value} -> {state.value} is no legal step"
-            )
-        if frame.pins and state in (FrameState.EVICTING, FrameState.FREE):
+        before, ledger = frame.state, self.ledger
+        if state not in _NEXT[before]:
+            raise InvariantError(f"frame at {frame.offset}: {before.value} -> {state.value} is no legal step")
+        if frame.pins and state in _UNPINNED:
             raise InvariantError(f"frame at {frame.offset}: {state.value} with {frame.pins} pins (R3)")
-        self.ledger[frame.state] -= frame.size
-        self.ledger[state] += frame.size
+        ledger[before] -= frame.size
+        ledger[state] += frame.size
         frame.state = state
 
     def free(self, frame: Frame) -> None:
@@ -178,6 +178,16 @@ class FrameTable:
         self._frees += 1
         if slab.used == 0:
             self._give_back(slab, frame.size)
+
+    def reuse(self, frame: Frame) -> Frame:
+        """EVICTING -> FREE -> RESERVED in one go: a victim's place for a page of its size (R5)."""
+        self.move(frame, FrameState.FREE)
+        self._generation += 1
+        frame.generation = self._generation
+        frame.owner = NO_OWNER
+        self._frees += 1
+        self.move(frame, FrameState.RESERVED)
+        return frame
 
     def cheapest_window(self, frame_bytes: int) -> list[Slab] | None:
         """The slabs to empty so that a frame of this size fits, those with the fewest bytes to move.

@@ -131,7 +131,14 @@ class LeaseTable:
         """The page did not arrive or is not what was written: its ssd copy leaves service (R6)."""
         with self._state.outbox:
             if self._state.catalog.promotion.get(promotion.row) is promotion:
-                self._state.quarantine(promotion.row, TierName.SSD, reason)
+                self._state.quarantine(promotion.row, self._state.below, reason)
+            self._lose(promotion, reason)
+
+    def promotion_gone(self, promotion: Promotion, reason: MissReason) -> None:
+        """The tier has the page no more, or this process cannot read it: it leaves service, and that is no damage."""
+        with self._state.outbox:
+            if self._state.catalog.promotion.get(promotion.row) is promotion:
+                self._state.withdraw(promotion.row, reason)
             self._lose(promotion, reason)
 
     def quarantine(self, frame: Frame, reason: MissReason) -> None:

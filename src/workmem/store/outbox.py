@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from workmem.core.events import Event, EventSink
+from workmem.core.events import Event, EventSink, discard
 
 log = logging.getLogger(__name__)
 
@@ -19,6 +19,8 @@ class Outbox:
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
         """Notified when a frame or a place in the write queue may have come free."""
+        self.is_heard = sink is not discard
+        """False where nobody listens: what is told once per page need not be made then."""
         self._sink = sink
         self._events: list[Event] = []
         self._calls: list[Callable[[], None]] = []
@@ -29,6 +31,9 @@ class Outbox:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
+        if not self._events and not self._calls:
+            self.lock.release()
+            return
         events, self._events = self._events, []
         calls, self._calls = self._calls, []
         self.lock.release()

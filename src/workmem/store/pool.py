@@ -7,6 +7,7 @@ while it is held: what must be told is collected and told after.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from workmem.core.clock import Clock
@@ -72,7 +73,7 @@ class Pool:
         """Longest resident prefix. Takes no lock: each step reads one field that changes in one step."""
         catalog = self.state.catalog
         in_dram, on_ssd, reads_ssd = catalog.frame, catalog.segment, self.state.reads_ssd
-        dram, ssd = TierName.DRAM, TierName.SSD
+        dram, ssd = TierName.DRAM, self.state.below
         tiers: list[TierName] = []
         for row in map(space.rows.get, keys):
             if row is None:
@@ -96,61 +97,52 @@ class Pool:
 
         `workflow`: for which of the tenant's it is, where that counts for a quota.
         """
-        until = self._clock.monotonic() + wait_s
+        until = 0.0
         with self.state.outbox:
-            if space.is_purged or self._collides(space, block):
-                self.state.counts["saves_dropped"] += 1
-                return SaveState.DROPPED
-            if self._holds(space, block):
-                return SaveState.ALREADY_THERE
-            # Asked before room is made, or the ghosts would be one block further than they are.
-            self.state.ghosts.asked(block.key)
-            number = self.state.catalog.workflow_number(workflow) if workflow else 0
-            while True:
-                group = self.state.group(space, number)
-                frame = self.state.reserve(space.frame_bytes, group)
-                if frame is not None:
-                    break
+            while (begun := self._begin(space, block, workflow)) is None:
+                until = until or self._clock.monotonic() + wait_s
                 left = until - self._clock.monotonic()
                 if left <= 0 or not (self.state.unwritten or self.state.writes_in_flight):
-                    self._no_room(space, group)
+                    self._no_room(space, workflow)
                     return SaveState.DROPPED
                 self.state.outbox.changed.wait(left)
-                if self._holds(space, block):
-                    return SaveState.ALREADY_THERE
-            space.filling[block.key] = number
-            self.state.start_filling(frame, space)
-            return frame
+            return begun
+
+    def begin_saves(
+        self, space: Space, blocks: Sequence[BlockId], workflows: Sequence[str] = ()
+    ) -> list[Frame | SaveState]:
+        """As `begin_save`, many at once and without waiting: the answers end before the first that finds no room."""
+        begun: list[Frame | SaveState] = []
+        with self.state.outbox:
+            try:
+                for block, workflow in zip_longest(blocks, workflows, fillvalue=""):
+                    assert not isinstance(block, str)
+                    answer = self._begin(space, block, workflow)
+                    if answer is None:
+                        break
+                    begun.append(answer)
+            except BaseException:
+                # Nobody will hear of those that were begun: they must not stay FILLING for ever.
+                for block, answer in zip(blocks, begun, strict=False):
+                    if isinstance(answer, Frame):
+                        self._abort(space, block, answer)
+                raise
+        return begun
 
     def commit_save(self, space: Space, block: BlockId, frame: Frame) -> SaveState:
         """The frame holds the page and its header says so: make it visible (R2)."""
-        state = self.state
-        with state.outbox:
-            workflow = space.filling.pop(block.key, 0)
-            if space.is_purged:
-                state.wipe(frame)
-                state.counts["saves_dropped"] += 1
-                return SaveState.DROPPED
-            row = space.rows.get(block.key)
-            if row is None:
-                row = state.catalog.add(space, block.key, block.parent, block.depth, workflow)
-            elif state.catalog.frame[row] is not None or row in state.catalog.promotion:
-                state.give_back(frame)
-                return SaveState.ALREADY_THERE
-            is_back = space.ghosts.pop(block.key, None) is MissReason.EVICTED
-            state.admit(row, frame, is_back=is_back)
-            state.counts["saves"] += 1
-            state.counts["saved_bytes"] += space.layout.page_bytes
-            if state.wants_writes and state.catalog.segment[row] == NO_SEGMENT:
-                state.queue_write(row, is_back=is_back)
-            return SaveState.STORED
+        with self.state.outbox:
+            return self._commit(space, block, frame)
+
+    def commit_saves(self, space: Space, filled: Sequence[tuple[BlockId, Frame]]) -> list[SaveState]:
+        """As `commit_save`, many at once; parents come before their children."""
+        with self.state.outbox:
+            return [self._commit(space, block, frame) for block, frame in filled]
 
     def abort_save(self, space: Space, block: BlockId, frame: Frame) -> None:
         """The page was not written and nobody writes to the frame any more: give it back (R5)."""
         with self.state.outbox:
-            space.filling.pop(block.key, None)
-            self.state.wipe(frame)
-            self.state.counts["saves_dropped"] += 1
+            self._abort(space, block, frame)
 
     def strand_save(self, space: Space, block: BlockId, frame: Frame) -> None:
         """The writer is past its deadline but may still write: its frame serves nobody until it is dead (R3)."""
@@ -178,7 +170,15 @@ class Pool:
         with self.state.outbox:
             catalog = self.state.catalog
             if catalog.is_same(row, stamp) and extent.is_of(catalog, row):
-                self.state.quarantine(row, TierName.SSD, reason)
+                self.state.quarantine(row, self.state.below, reason)
+
+    def withdraw_extent(self, row: int, stamp: int, extent: Extent, reason: MissReason) -> None:
+        """The page at `extent` cannot be read by this process, which is no damage: it leaves service."""
+        with self.state.outbox:
+            catalog = self.state.catalog
+            if catalog.is_same(row, stamp) and extent.is_of(catalog, row):
+                self.state.counts["ssd_unreadable"] += 1
+                self.state.withdraw(row, reason)
 
     # -- purging
 
@@ -216,15 +216,62 @@ class Pool:
 
     # -- inside the lock
 
+    def _begin(self, space: Space, block: BlockId, workflow: str = "") -> Frame | SaveState | None:
+        """A FILLING frame, or how the save ends; None when there is no room."""
+        state = self.state
+        if space.is_purged or (block.key in space.rows and self._collides(space, block)):
+            state.counts["saves_dropped"] += 1
+            return SaveState.DROPPED
+        if self._holds(space, block):
+            return SaveState.ALREADY_THERE
+        # Asked before room is made, or the ghosts would be one block further than they are.
+        state.ghosts.asked(block.key)
+        number = state.catalog.workflow_number(workflow) if workflow else 0
+        frame = state.reserve(space.frame_bytes, state.group(space, number))
+        if frame is None:
+            return None
+        state.start_filling(frame, space)
+        space.filling[block.key] = number
+        return frame
+
+    def _abort(self, space: Space, block: BlockId, frame: Frame) -> None:
+        space.filling.pop(block.key, None)
+        self.state.wipe(frame)
+        self.state.counts["saves_dropped"] += 1
+
+    def _commit(self, space: Space, block: BlockId, frame: Frame) -> SaveState:
+        state, key = self.state, block.key
+        workflow = space.filling.pop(key, 0)
+        if space.is_purged:
+            state.wipe(frame)
+            state.counts["saves_dropped"] += 1
+            return SaveState.DROPPED
+        catalog = state.catalog
+        row = space.rows.get(key)
+        if row is None:
+            row = catalog.add(space, key, block.parent, block.depth, workflow)
+        elif catalog.frame[row] is not None or row in catalog.promotion:
+            state.give_back(frame)
+            return SaveState.ALREADY_THERE
+        is_back = space.ghosts.pop(key, None) is MissReason.EVICTED
+        state.admit(row, frame, is_back=is_back)
+        state.counts["saves"] += 1
+        state.counts["saved_bytes"] += space.page_bytes
+        if state.wants_writes and catalog.segment[row] == NO_SEGMENT:
+            state.queue_write(row, is_back=is_back)
+        return SaveState.STORED
+
     def _open_space(self, namespace: Namespace, number: int | None) -> Space:
         self._numbers = max(self._numbers + 1, number or 0)
         space = Space(namespace, self._numbers if number is None else number)
         self.state.spaces[space.root] = space
         return space
 
-    def _no_room(self, space: Space, group: str) -> None:
+    def _no_room(self, space: Space, workflow: str) -> None:
         self.state.counts["saves_dropped"] += 1
         shares = self.state.shares
+        number = self.state.catalog.workflow_number(workflow) if workflow else 0
+        group = self.state.group(space, number)
         if shares is not None and (
             shares.ledger.is_over(group, space.frame_bytes)
             or not shares.ledger.admits(group, space.frame_bytes)

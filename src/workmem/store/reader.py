@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import queue
 import threading
 from collections.abc import Sequence
@@ -13,9 +14,11 @@ from workmem.core.events import BlockPromoted, EventSink
 from workmem.core.outcomes import MissReason, TierName
 from workmem.store.breaker import Breaker
 from workmem.store.catalog import Promotion
+from workmem.store.codecs.contract import UnreadableError
 from workmem.store.pool import Pool
 from workmem.store.ssd_index import SsdIndex
-from workmem.store.tiers.page_check import verify
+from workmem.store.tiers.page_check import Expected
+from workmem.store.tiers.page_forms import PageForms
 from workmem.store.tiers.page_header import set_generation
 
 log = logging.getLogger(__name__)
@@ -28,10 +31,19 @@ class ReaderThreads:
     """`count` threads that serve promotions in the order they were asked for."""
 
     def __init__(
-        self, pool: Pool, index: SsdIndex, breaker: Breaker, clock: Clock, sink: EventSink, count: int
+        self,
+        pool: Pool,
+        index: SsdIndex,
+        forms: PageForms,
+        breaker: Breaker,
+        clock: Clock,
+        sink: EventSink,
+        count: int,
     ) -> None:
         self._pool = pool
         self._index = index
+        self._forms = forms
+        self._scratch = Scratch()
         self._breaker = breaker
         self._clock = clock
         self._sink = sink
@@ -69,9 +81,13 @@ class ReaderThreads:
         started = self._clock.monotonic()
         arena = self._pool.state.arena
         pages = [arena.writable(promotion.frame.offset, promotion.frame.size) for promotion in run]
+        stored = self._landing(run, pages)
         try:
-            error = self._fill(run, pages)
-            arrived = self._settle(run, pages) if error is None else self._retry_alone(run, pages, error)
+            error = self._fill(run, stored)
+            if error is None:
+                arrived = self._settle(run, stored, pages)
+            else:
+                arrived = self._retry_alone(run, stored, pages, error)
         finally:
             for page in pages:
                 page.release()
@@ -88,39 +104,61 @@ class ReaderThreads:
             )
         )
 
-    def _fill(self, run: list[Promotion], pages: list[memoryview]) -> OSError | None:
+    def _landing(self, run: list[Promotion], pages: list[memoryview]) -> list[memoryview]:
+        """Where the bytes on disk go: into the frame as they are, or beside it to be decoded from there."""
+        lands = [
+            self._forms.lands_in_frame(promotion.extent.length, len(page))
+            for promotion, page in zip(run, pages, strict=True)
+        ]
+        lengths = [promotion.extent.length for promotion in run]
+        if all(lands):
+            return pages
+        room, at = self._scratch.room(sum(lengths)), 0
+        stored: list[memoryview] = []
+        for page, straight, length in zip(pages, lands, lengths, strict=True):
+            stored.append(page if straight else room[at : at + length])
+            at += length
+        return stored
+
+    def _fill(self, run: list[Promotion], stored: list[memoryview]) -> OSError | None:
         try:
-            run[0].extent.segment.file.readv(pages, run[0].extent.offset)
+            run[0].extent.segment.file.readv(stored, run[0].extent.offset)
         except OSError as error:
             return error
         return None
 
-    def _retry_alone(self, run: list[Promotion], pages: list[memoryview], error: OSError) -> int:
+    def _retry_alone(
+        self, run: list[Promotion], stored: list[memoryview], pages: list[memoryview], error: OSError
+    ) -> int:
         """One bad sector must not cost its neighbours: read each page by itself. Returns how many arrived."""
         if len(run) == 1:
             self._breaker.read_failed(error)
             self._pool.leases.promotion_failed(run[0], MissReason.UNAVAILABLE)
             return 0
         arrived = 0
-        for promotion, page in zip(run, pages, strict=True):
-            alone = self._fill([promotion], [page])
+        for promotion, source, page in zip(run, stored, pages, strict=True):
+            alone = self._fill([promotion], [source])
             if alone is None:
-                arrived += self._settle([promotion], [page])
+                arrived += self._settle([promotion], [source], [page])
             else:
-                arrived += self._retry_alone([promotion], [page], alone)
+                arrived += self._retry_alone([promotion], [source], [page], alone)
         return arrived
 
-    def _settle(self, run: list[Promotion], pages: list[memoryview]) -> int:
+    def _settle(self, run: list[Promotion], stored: list[memoryview], pages: list[memoryview]) -> int:
         """Check the pages that were read and give them out. Returns how many are what was written."""
         self._breaker.read_worked()
         catalog = self._pool.state.catalog
         arrived = 0
-        for promotion, page in zip(run, pages, strict=True):
-            row = promotion.row
+        for promotion, source, page in zip(run, stored, pages, strict=True):
+            row, space = promotion.row, promotion.space
             # Read before it is known to be the same block still: if it is not, the page is lost below.
-            block = (promotion.space, promotion.key, catalog.parent[row], catalog.depth[row])
+            parent, depth, header_sum = catalog.parent[row], catalog.depth[row], promotion.extent.header_sum
+            expected = Expected(space.layout, space.root, promotion.key, parent, depth, header_sum)
             try:
-                verify(*block, promotion.extent.header_sum, page)
+                self._forms.open(expected, source, page)
+            except UnreadableError:
+                self._pool.count("ssd_unreadable", 1)
+                self._pool.leases.promotion_gone(promotion, MissReason.UNAVAILABLE)
             except IntegrityError:
                 self._pool.leases.promotion_failed(promotion, MissReason.CORRUPT)
             else:
@@ -151,3 +189,17 @@ def _runs(promotions: Sequence[Promotion]) -> list[list[Promotion]]:
         runs.append([promotion])
         total = extent.length
     return runs
+
+
+class Scratch(threading.local):
+    """Memory of a reader thread, aligned for the disk and kept, for pages that are not stored as they lie in a frame."""
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+
+    def room(self, size: int) -> memoryview:
+        """The first `size` bytes; valid until asked again."""
+        if self._memory is None or len(self._memory) < size:
+            # The old one goes once nobody looks at it any more.
+            self._memory = mmap.mmap(-1, size)
+        return memoryview(self._memory)[:size]

@@ -52,6 +52,8 @@ class Residents:
         self.writes_in_flight = 0
         self.wants_writes = False
         """A durable tier takes what is admitted."""
+        self.below = TierName.SSD
+        """What hits in the tier below dram are reported as."""
         self.reads_ssd = True
         """Off while the ssd tier's reads fail: what only it holds is a miss."""
         self.drop_extent: Callable[[int], object] = _no_extent
@@ -88,9 +90,13 @@ class Residents:
                 continue
             if row == NO_ROW:
                 return None
-            other_size = self.catalog.space[row].frame_bytes != size
-            self._evict(row)
-            if other_size:
+            victim = self._evict(row)
+            if self.shares is None and victim.size == size and victim.slab.used > 1:
+                # An empty slab goes back first: it may be kept for another size.
+                return self.frames.reuse(victim)
+            same_size = victim.size == size
+            self.frames.free(victim)
+            if self.shares is None or not same_size:
                 self._close_ranks(size)
 
     def _victim(self, group: str, size: int) -> int:
@@ -161,7 +167,7 @@ class Residents:
             row = shares.order.pick(self._is_held, group=group)
             if row == NO_ROW:
                 break
-            self._evict(row)
+            self.frames.free(self._evict(row))
 
     def _regroup(self, shares: TierShares) -> None:
         catalog, charged = self.catalog, self._charged
@@ -230,16 +236,18 @@ class Residents:
         assert frame is not None
         return frame.pins > 0 or bool(self.catalog.is_unwritten[row])
 
-    def _evict(self, row: int) -> None:
+    def _evict(self, row: int) -> Frame:
+        """Take a victim's page out of service. Its frame is EVICTING: to be freed or reused."""
         key = self.catalog.key[row]
         frame = self._detach(row, FrameState.EVICTING)
-        self.frames.free(frame)
         self.ghosts.left(key, frame.size)
         self.counts["dram_evictions"] += 1
-        self.outbox.tell(BlockEvicted(tier=TierName.DRAM, key=key.hex()[:16], reason="room"))
+        if self.outbox.is_heard:
+            self.outbox.tell(BlockEvicted(tier=TierName.DRAM, key=key[:8].hex(), reason="room"))
         self.forget_if_gone(row, MissReason.EVICTED)
         if self._bereft:
             self._follow()
+        return frame
 
     def _follow(self) -> None:
         """What belongs to a block that left goes as well; what cannot yet is the next to go (P3)."""
@@ -247,7 +255,7 @@ class Residents:
         self.advise(rest, prospect=Prospect.DONE)
         for row in rest:
             if self.is_in_order(row) and self.order.is_leaf(row) and not self._is_held(row):
-                self._evict(row)
+                self.frames.free(self._evict(row))
 
     # -- blocks
 
@@ -278,11 +286,13 @@ class Residents:
         else:
             self._enter_order(row, parent, frame, is_back=is_back)
         catalog.frame[row] = frame
-        self.settle_late(row)
-        page_bytes = catalog.space[row].layout.page_bytes
-        self.outbox.tell(
-            BlockAdmitted(tier=TierName.DRAM, key=catalog.key[row].hex()[:16], page_bytes=page_bytes)
-        )
+        if self._late:
+            self.settle_late(row)
+        if self.outbox.is_heard:
+            page_bytes = catalog.space[row].page_bytes
+            self.outbox.tell(
+                BlockAdmitted(tier=TierName.DRAM, key=catalog.key[row][:8].hex(), page_bytes=page_bytes)
+            )
 
     def settle_late(self, row: int) -> None:
         """`row` is in the order now, or will not come: those that waited for it enter, parents first."""
@@ -328,7 +338,8 @@ class Residents:
             self.order.remove(row)
             if self.care.is_used:
                 self._bereft += self.care.left(row, TierName.DRAM)
-        self.settle_late(row)
+        if self._late:
+            self.settle_late(row)
         self.refund(frame)
         self.frames.move(frame, state)
         return frame

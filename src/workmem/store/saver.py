@@ -12,15 +12,14 @@ import xxhash
 from workmem.core.events import BoundReached, EventSink
 from workmem.store.catalog import Space
 from workmem.store.contract import PageWrite, SaveState
-from workmem.store.frames import Frame
 from workmem.store.outbox import run_callback
 from workmem.store.pool import Pool
-from workmem.store.tiers.page_header import PageHeader, pack
+from workmem.store.saving import NewPage, Write, pages_together, save_pages, write_page
 
 log = logging.getLogger(__name__)
 
-_ROOM_WAIT_S = 1.0
-"""How long a page waits for the disk to free room before it is dropped."""
+_Offer = tuple[Space | None, PageWrite]
+"""Without a space, the page was refused and only has to be told so, on the saver's thread as promised."""
 
 
 class SaverThread:
@@ -32,8 +31,7 @@ class SaverThread:
         self._pages_max = pages_max
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
-        self._queue: deque[tuple[Space, PageWrite] | PageWrite] = deque()
-        """A bare PageWrite was refused and only has to be told so, on this thread as promised."""
+        self._queue: deque[_Offer] = deque()
         self._waiting = 0
         self._busy = False
         self._closed = False
@@ -54,7 +52,7 @@ class SaverThread:
             if not closed:
                 self._queue.extend((space, page) for page in taken)
                 self._waiting += len(taken)
-                self._queue.extend(refused)
+                self._queue.extend((None, page) for page in refused)
                 self._wake.notify_all()
         if not refused:
             return
@@ -83,65 +81,67 @@ class SaverThread:
             self._wake.notify_all()
         if waiting:
             self._drop(waiting, closed=True)
-        for item in left:
-            _tell(item if isinstance(item, PageWrite) else item[1], SaveState.DROPPED)
+        for _, page in left:
+            _tell(page, SaveState.DROPPED)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _main(self) -> None:
-        while True:
-            with self._lock:
+        while batch := self._next():
+            pages = [page for _, page in batch]
+            states = [SaveState.DROPPED] * len(batch)
+            space = batch[0][0]
+            if space is not None:
+                try:
+                    states = self._save(space, pages)
+                except Exception:  # thread main: these pages are lost, the thread and the others are not
+                    log.exception("saving pages met a bug of ours")
+            for page, state in zip(pages, states, strict=True):
+                _tell(page, state)
+
+    def _next(self) -> list[_Offer]:
+        """The next pages of one namespace that are saved together; empty when the thread is to end."""
+        queue = self._queue
+        with self._lock:
+            if not queue:
                 self._busy = False
                 self._wake.notify_all()
-                while not self._queue:
-                    if self._closed:
-                        return
-                    self._wake.wait()
-                item = self._queue.popleft()
-                self._busy = True
-                if not isinstance(item, PageWrite):
-                    self._waiting -= 1
-            if isinstance(item, PageWrite):
-                _tell(item, SaveState.DROPPED)
-                continue
-            space, page = item
-            try:
-                state = self._save(space, page)
-            except Exception:  # thread main: one page is lost, the thread and the others are not
-                log.exception("saving a page met a bug of ours")
-                state = SaveState.DROPPED
-            _tell(page, state)
+            while not queue:
+                if self._closed:
+                    return []
+                self._wake.wait()
+            space = queue[0][0]
+            most = 1 if space is None else pages_together(space, self._pool.state.arena.capacity_bytes)
+            batch = [queue.popleft()]
+            while queue and len(batch) < most and queue[0][0] is space:
+                batch.append(queue.popleft())
+            self._busy = True
+            if space is not None:
+                self._waiting -= len(batch)
+        return batch
 
-    def _save(self, space: Space, page: PageWrite) -> SaveState:
-        begun = self._pool.begin_save(space, page.block, _ROOM_WAIT_S, page.workflow)
-        if isinstance(begun, SaveState):
-            return begun
-        try:
-            self._fill(space, page, begun)
-        except Exception as error:  # noqa: BLE001  # plugin boundary: the copy is the caller's code
-            log.warning("a page could not be copied: %s", error)
-            self._pool.abort_save(space, page.block, begun)
-            self._sink(BoundReached(name="store.save_copy", limit=0, detail=f"copy_into raised {error!r}"))
-            return SaveState.DROPPED
-        return self._pool.commit_save(space, page.block, begun)
+    def _save(self, space: Space, pages: Sequence[PageWrite]) -> list[SaveState]:
+        return save_pages(
+            self._pool,
+            self._sink,
+            space,
+            [NewPage(page.block, writing(space, page), page.workflow) for page in pages],
+        )
 
-    def _fill(self, space: Space, page: PageWrite, frame: Frame) -> None:
-        with self._pool.state.arena.writable(frame.offset, frame.size) as whole:
-            fill(space, page, whole)
+
+def writing(space: Space, page: PageWrite) -> Write:
+    """How an offered page is copied: by the caller's code, and then read for its checksums."""
+
+    def write(payload: memoryview) -> tuple[int, ...]:
+        page.copy_into(payload)
+        return tuple([xxhash.xxh3_64_intdigest(payload[begin:stop]) for begin, stop in space.spans])
+
+    return write
 
 
 def fill(space: Space, page: PageWrite, whole: memoryview) -> None:
-    """Write a page into its frame: the payload first, then the header that vouches for it (R2)."""
-    start, end = space.header_bytes, space.header_bytes + space.layout.page_bytes
-    with whole[start:end] as payload:
-        page.copy_into(payload)
-        checksums = tuple(xxhash.xxh3_64_intdigest(payload[begin:stop]) for begin, stop in space.spans)
-    # The rest of the frame goes to disk along with the page: nothing of a former page may.
-    whole[end:] = bytes(len(whole) - end)
-    block = page.block
-    header = PageHeader(space.root, block.key, block.parent, block.depth, block.tokens, checksums)
-    with whole[:start] as place:
-        pack(header, space.layout, place)
+    """Write an offered page into its frame, header and all."""
+    write_page(space, NewPage(page.block, writing(space, page)), whole)
 
 
 def _tell(page: PageWrite, state: SaveState) -> None:

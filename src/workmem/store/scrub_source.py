@@ -6,17 +6,21 @@ import mmap
 from collections.abc import Callable, Sequence
 
 from workmem.core.outcomes import MissReason
+from workmem.store.codecs.contract import UnreadableError
 from workmem.store.pool import Pool
 from workmem.store.ssd_index import SsdIndex, StoredPage
-from workmem.store.tiers.page_check import verify
+from workmem.store.tiers.page_forms import PageForms
 
 
 class SsdScrubSource:
     """See `scrubber.ScrubSource`. `is_left_alone` tells whether the disk is tripped."""
 
-    def __init__(self, pool: Pool, index: SsdIndex, is_left_alone: Callable[[], bool]) -> None:
+    def __init__(
+        self, pool: Pool, index: SsdIndex, forms: PageForms, is_left_alone: Callable[[], bool]
+    ) -> None:
         self._pool = pool
         self._index = index
+        self._forms = forms
         self._is_left_alone = is_left_alone
 
     def segments(self) -> Sequence[int]:
@@ -34,9 +38,13 @@ class SsdScrubSource:
         if not self._index.begin_read(extent.segment):
             return None
         try:
-            with mmap.mmap(-1, extent.length) as scratch, memoryview(scratch) as view:
-                extent.segment.file.readv([view], extent.offset)
-                verify(page.space, page.key, page.parent, page.depth, extent.header_sum, view)
+            # Freed with its last view: an error on its way up still holds some.
+            view = memoryview(mmap.mmap(-1, extent.length))
+            extent.segment.file.readv([view], extent.offset)
+            self._forms.check(page.expected, view)
+        except UnreadableError:
+            self._pool.withdraw_extent(page.row, page.stamp, extent, MissReason.UNAVAILABLE)
+            return None
         finally:
             self._index.end_read(extent.segment, 1)
         return extent.length

@@ -90,9 +90,12 @@ class Scrubber(Generic[P]):
         """Pages of that segment still to be read, the last one first."""
         self._failures = 0
         self._began: float | None = None
+        self.has_ended = False
+        """The last step found the end of a pass, or nothing to read."""
 
     def step(self) -> float:
         """Read at most one page. Returns the seconds to wait before the next step."""
+        self.has_ended = False
         if self._source.is_busy():
             return _BUSY_TICK_S
         if not self._left and not self._next_segment():
@@ -146,6 +149,7 @@ class Scrubber(Generic[P]):
 
     def _end_pass(self) -> float:
         if self._began is None:
+            self.has_ended = True
             return _IDLE_TICK_S
         self.counts.passes += 1
         return self._rest()
@@ -153,6 +157,7 @@ class Scrubber(Generic[P]):
     def _rest(self) -> float:
         """Seconds until the next pass, which begins at the first segment again."""
         assert self._began is not None
+        self.has_ended = True
         since = self._clock.monotonic() - self._began
         self.segment, self._began = 0, None
         return max(_IDLE_TICK_S, PASS_EVERY_S - since)

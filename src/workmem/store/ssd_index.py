@@ -29,6 +29,7 @@ from workmem.store.residents import Residents
 from workmem.store.shares import TierShares
 from workmem.store.ssd_strikes import Strikes
 from workmem.store.tiers.entries import snapshot
+from workmem.store.tiers.page_check import Expected
 from workmem.store.tiers.segments import Extent, Segment
 
 if TYPE_CHECKING:
@@ -45,6 +46,13 @@ class StoredPage(msgspec.Struct, frozen=True, eq=False):
     parent: bytes
     depth: int
     extent: Extent
+
+    @property
+    def expected(self) -> Expected:
+        """What is to be found there."""
+        return Expected(
+            self.space.layout, self.space.root, self.key, self.parent, self.depth, self.extent.header_sum
+        )
 
 
 class SsdIndex:
@@ -149,7 +157,7 @@ class SsdIndex:
             rest = self._strike(row)
             self.ghosts.left(key, self._bytes_of(row))
             self._state.counts["ssd_evictions"] += 1
-            self._state.outbox.tell(BlockEvicted(tier=TierName.SSD, key=key.hex()[:16], reason="room"))
+            self._state.outbox.tell(BlockEvicted(tier=self._state.below, key=key.hex()[:16], reason="room"))
             self._state.forget_if_gone(row, MissReason.EVICTED)
             gone.append(row)
             line += [other for other in rest if self.order.is_leaf(other)]
@@ -276,9 +284,10 @@ class SsdIndex:
             return
         self._place(row, extent)
         self._state.counts["ssd_written_bytes"] += extent.length
+        self._state.counts["ssd_plain_bytes"] += space.frame_bytes
         self._state.outbox.tell(
             BlockAdmitted(
-                tier=TierName.SSD,
+                tier=self._state.below,
                 key=self._catalog.key[row].hex()[:16],
                 page_bytes=space.layout.page_bytes,
             )

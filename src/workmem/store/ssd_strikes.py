@@ -30,7 +30,7 @@ class Strikes:
 
         The lock is held by the caller.
         """
-        if space.is_purged:
+        if space.is_purged and not segment.is_whole_tier:
             self._erasures.add(segment.number)
         else:
             self._deletes.append(DeleteEntry(space.number, key))

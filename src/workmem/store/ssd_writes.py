@@ -76,15 +76,16 @@ class WriteQueue:
             state.outbox.changed.notify_all()
         return jobs
 
-    def settle(self, jobs: list[WriteJob], extents: list[Extent] | None) -> None:
+    def settle(self, jobs: list[WriteJob], extents: Sequence[Extent | None] | None) -> None:
         """`jobs` are durable at `extents`, or given up (None): unpin them and make them visible (R2)."""
         state = self._state
         with state.outbox:
-            for position, job in enumerate(jobs):
-                if extents is not None:
-                    self._index.admit(job.row, job.stamp, job.space, self._identity(job), extents[position])
-                else:
+            for job, extent in zip(jobs, extents or [None] * len(jobs), strict=True):
+                if extent is None:
+                    state.counts["writes_given_up"] += extents is not None
                     self._index.end_write(job.row, job.stamp)
+                else:
+                    self._index.admit(job.row, job.stamp, job.space, self._identity(job), extent)
             state.writes_in_flight -= len(jobs)
             if extents is not None:
                 rows = [job.row for job in jobs if self._catalog.is_same(job.row, job.stamp)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -11,7 +12,7 @@ import msgspec
 
 from workmem.core.clock import Clock, SystemClock
 from workmem.core.errors import InvariantError
-from workmem.core.events import EventSink, TierStateChanged, discard
+from workmem.core.events import EventSink, discard
 from workmem.core.keys import KEY_BYTES, BlockKey
 from workmem.core.layout import Namespace
 from workmem.core.outcomes import Lookup, MissReason, TierName
@@ -19,21 +20,28 @@ from workmem.core.units import parse_bytes
 from workmem.policy.order import Prospect
 from workmem.store.arena import Arena
 from workmem.store.breaker import Breaker
+from workmem.store.catalog import Space
+from workmem.store.codecs.settings import kept_namespace, page_codec, page_keyring
 from workmem.store.config import StoreConfig
-from workmem.store.contract import PageWrite, PinResult
+from workmem.store.contract import BlockId, PageWrite, PinResult, SaveState
+from workmem.store.copying import Bytes
 from workmem.store.device import BlockDevice, HostDevice
 from workmem.store.frames import FrameState
 from workmem.store.lease import PageLease
 from workmem.store.pool import Pool
 from workmem.store.reader import ReaderThreads
 from workmem.store.saver import SaverThread
+from workmem.store.saving import NewPage, save_pages
 from workmem.store.scrub_source import SsdScrubSource
 from workmem.store.scrubber import Scrubber, ScrubThread
+from workmem.store.selector import Purged
 from workmem.store.ssd_index import StoredPage
 from workmem.store.steering import PinDesk, QuotaDesk, ghost_gauges, set_quotas
 from workmem.store.ticker import TickerThread
-from workmem.store.tiers.folder import StoreFolder
+from workmem.store.tiers.attached import AttachedTier
+from workmem.store.tiers.attached_reader import AttachedReader
 from workmem.store.tiers.free_space import parse_keep_free
+from workmem.store.tiers.opening import open_below
 from workmem.store.tiers.ssd import SsdTier
 from workmem.store.writer import WriterThread
 
@@ -63,31 +71,36 @@ class Store:
         device: BlockDevice | None = None,
     ) -> None:
         self._config = config
+        self._sink = sink
         self._clock = clock or SystemClock()
         self._closed = False
         self._moved = self._restored_bytes = 0
         self._close_lock = threading.Lock()
         dram_bytes = parse_bytes(config.dram.bytes, "$.store.dram.bytes")
-        ssd_bytes = parse_bytes(config.ssd.bytes, "$.store.ssd.bytes")
         scrub_rate = parse_bytes(config.ssd.scrub_bytes_per_s, "$.store.ssd.scrub_bytes_per_s")
+        self._codec, keyring = page_codec(config), page_keyring(config.ssd)
         self._arena = Arena(dram_bytes, config.dram.path)
         pins = parse_keep_free(config.pins.budget, "$.store.pins.budget").of(dram_bytes)
         self._pool = Pool(self._arena, self._clock, sink, config.dram.eviction, pins)
         self._pins = PinDesk(self._pool.state, self._clock)
         self._breaker = Breaker(self._clock, sink, config.ssd.retry_s)
-        self._tier: SsdTier | None = None
+        self._tier: SsdTier | AttachedTier | None = None
         self.ssd_problem = ""
-        """Why dram serves alone although the ssd is enabled; empty where it does not."""
+        """Why dram serves alone although a tier below it is configured; empty where it does not."""
         self._quotas = QuotaDesk(self._pool.state, None, 0)
         try:
             set_quotas(self._quotas, config.quotas, TierName.DRAM)
-            if config.ssd.enabled:
-                self._tier = self._open_ssd(device or HostDevice(), sink, ssd_bytes)
+            self._tier, self.ssd_problem = open_below(
+                config, self._pool, device or HostDevice(), sink, codec=self._codec, keyring=keyring
+            )
+            if isinstance(self._tier, SsdTier):
+                index, promised = self._tier.index, self._tier.writes.extent_bytes_max
+                self._quotas = QuotaDesk(self._pool.state, index, promised)
         except BaseException:
             self._arena.close()
             raise
         self._saver = SaverThread(self._pool, sink, config.save_queue_pages)
-        self._reader: ReaderThreads | None = None
+        self._reader: ReaderThreads | AttachedReader | None = None
         self._writer: WriterThread | None = None
         self._scrubber: Scrubber[StoredPage] | None = None
         self._scrub_thread: ScrubThread | None = None
@@ -96,13 +109,16 @@ class Store:
             index = self._tier.index
             self._restored_bytes = min(index.live_bytes, _WARM_RESTART_BYTES)
             self._pool.leases.extent_of = index.extent
-            self._reader = ReaderThreads(
-                self._pool, index, self._breaker, self._clock, sink, config.ssd.readers
-            )
+            if isinstance(self._tier, AttachedTier):
+                self._reader = AttachedReader(self._pool, self._tier, self._breaker, self._clock, sink)
+            else:
+                self._reader = ReaderThreads(
+                    self._pool, index, self._tier.forms, self._breaker, self._clock, sink, config.ssd.readers
+                )
             self._writer = WriterThread(self._pool, self._tier, self._breaker)
-            if scrub_rate:
-                source = SsdScrubSource(self._pool, index, lambda: self._breaker.reads_open)
-                self._scrubber = Scrubber(source, self._clock, sink, scrub_rate)
+            if scrub_rate and isinstance(self._tier, SsdTier):
+                self._scrubber = self.scrub(scrub_rate)
+                assert self._scrubber is not None
                 self._scrub_thread = ScrubThread(self._scrubber.step)
         self._ticker = TickerThread(self._tick)
 
@@ -124,9 +140,14 @@ class Store:
         """What is where, for what reserves and commits frames itself."""
         return self._pool
 
+    @property
+    def folder(self) -> Path | None:
+        """Where its pages are on disk; None where they are in memory only."""
+        return None if self._tier is None else Path(self._config.ssd.path).expanduser()
+
     def register(self, namespace: Namespace) -> bytes:
-        """See `KVStore.register`."""
-        return self._pool.add_space(namespace)[0].root
+        """See `KVStore.register`. Raises ConfigError where pages would be rounded and must not be."""
+        return self._pool.add_space(kept_namespace(namespace, self._codec))[0].root
 
     def lookup(self, root: bytes, keys: Sequence[BlockKey]) -> Lookup:
         """See `KVStore.lookup`. A closed store holds nothing."""
@@ -146,19 +167,37 @@ class Store:
 
     def save(self, root: bytes, pages: Sequence[PageWrite]) -> None:
         """See `KVStore.save`. Raises InvariantError on a block that does not fit the namespace."""
+        self._saver.put(self._fitting(root, [page.block for page in pages]), pages)
+
+    def _fitting(self, root: bytes, blocks: Sequence[BlockId]) -> Space:
+        """The space under `root`. Raises InvariantError on a block that does not fit it."""
         space = self._pool.space(root)
-        for page in pages:
-            block = page.block
+        tokens = space.layout.block_tokens
+        for block in blocks:
             if len(block.key) != KEY_BYTES or len(block.parent) != KEY_BYTES:
                 raise InvariantError(f"block key and parent are {KEY_BYTES} bytes each")
-            if len(block.tokens) != space.layout.block_tokens:
-                raise InvariantError(
-                    f"a block has {space.layout.block_tokens} tokens here, not {len(block.tokens)}"
-                )
-        self._saver.put(space, pages)
+            if len(block.tokens) != tokens:
+                raise InvariantError(f"a block has {tokens} tokens here, not {len(block.tokens)}")
+        return space
 
-    def purge(self, chosen: Callable[[Namespace], bool]) -> int:
-        """Take out every namespace that `chosen` accepts: a tenant, a model, an epoch. Returns the blocks.
+    def put(self, root: bytes, pages: Sequence[tuple[BlockId, Bytes]]) -> list[SaveState]:
+        """Save pages now, on the caller's thread: for one whose memory is about to change. How each ended.
+
+        Each page is `page_bytes` contiguous bytes of the caller's, read once; what is STORED can be looked up on
+        return, and goes to ssd behind. Parents come before their children. Waits for room as `save` does: for
+        nothing but the disk, and at most a second a page. Raises InvariantError on a block or a page that does not
+        fit the namespace, or where the store is closed.
+        """
+        if self._closed:
+            raise InvariantError("put on a closed store")
+        space = self._fitting(root, [block for block, _ in pages])
+        copy = space.copy
+        return save_pages(
+            self._pool, self._sink, space, [NewPage(block, copy.writing(source)) for block, source in pages]
+        )
+
+    def purge(self, chosen: Callable[[Namespace], bool]) -> Purged:
+        """Take out every namespace that `chosen` accepts: a tenant, a model, an epoch.
 
         From the first moment none of its blocks is a hit (R9). On return the frames that nobody holds are zeroed,
         the others when they are given back; the bytes on ssd are gone once `flush` has returned True. What had
@@ -166,14 +205,26 @@ class Store:
         are compacted (`workmem store gc` does it at once). A namespace may be used again at once, empty.
         """
         spaces = self._pool.purge(chosen)
-        count = 0
+        gone = Purged.of(spaces)
         for space in spaces:
-            count += len(space.rows)
             if self._tier is not None:
                 self._tier.index.strikes.drop_space(space)
             self._pool.sweep(space)
             self._pins.purged(space.root)
-        return count
+        return gone
+
+    def survey(self, chosen: Callable[[Namespace], bool]) -> Purged:
+        """What `purge` would take out now."""
+        spaces = list(self._pool.state.spaces.values())
+        return Purged.of(space for space in spaces if chosen(space.namespace))
+
+    def scrub(self, bytes_per_s: int) -> Scrubber[StoredPage] | None:
+        """A scrubber of its own for one pass, whose `step` the caller runs; None without an ssd tier."""
+        if not isinstance(self._tier, SsdTier):
+            return None
+        tier = self._tier
+        source = SsdScrubSource(self._pool, tier.index, tier.forms, lambda: self._breaker.reads_open)
+        return Scrubber(source, self._clock, self._sink, bytes_per_s)
 
     def pin(self, root: bytes, keys: Sequence[BlockKey], *, owner: str, name: str, ttl_s: float) -> PinResult:
         """See `Steering.pin`."""
@@ -244,13 +295,25 @@ class Store:
             "store_life_groups": pool.care.group_count,
         }
         readings |= ghost_gauges(TierName.DRAM, pool.ghosts) | self._quotas.gauges()
-        if self._tier is not None:
+        if isinstance(self._tier, AttachedTier):
+            usage, index = self._tier.tier.usage(), self._tier.index
+            readings |= {
+                "store_below_capacity_bytes": usage.capacity_bytes,
+                "store_below_used_bytes": usage.used_bytes,
+                "store_below_pages": index.page_count,
+                "store_below_error": float(self._breaker.writes_open or self._breaker.reads_open),
+                "store_below_read_errors_total": self._breaker.read_errors,
+                "store_below_write_errors_total": self._breaker.write_errors,
+            }
+        elif self._tier is not None:
             index = self._tier.index
             readings |= {
                 "store_ssd_capacity_bytes": self._tier.capacity_bytes,
                 "store_ssd_used_bytes": index.file_bytes,
                 "store_ssd_live_bytes": index.live_bytes,
                 "store_ssd_pages": index.page_count,
+                "store_ssd_approximate": float(self._tier.forms.is_approximate),
+                "store_ssd_sealed": float(self._tier.forms.seals),
                 "store_ssd_error": float(self._breaker.writes_open or self._breaker.reads_open),
                 "store_ssd_read_errors_total": self._breaker.read_errors,
                 "store_ssd_write_errors_total": self._breaker.write_errors,
@@ -277,8 +340,7 @@ class Store:
             ended = self._reader.close(left) and ended
         if self._writer is not None and self._tier is not None:
             ended = self._writer.close(left) and ended
-            if ended:
-                self._tier.close()
+            ended = ended and self._tier.close()
         if ended:
             # A thread stuck in a caller's copy or in the kernel keeps its memory; freeing it under
             # the thread would be worse than the leak.
@@ -313,29 +375,6 @@ class Store:
             if self._tier is not None:
                 self._tier.index.audit()
 
-    def _open_ssd(self, device: BlockDevice, sink: EventSink, capacity_bytes: int) -> SsdTier | None:
-        keep_free = parse_keep_free(self._config.ssd.keep_free, "$.store.ssd.keep_free")
-        folder = StoreFolder(self._config.ssd.path)
-        try:
-            ssd = self._config.ssd
-            tier = SsdTier(folder, self._pool, device, sink, capacity_bytes, keep_free, ssd.eviction)
-            if self._config.ssd.io == "buffered":
-                tier.use_buffered()
-            self._quotas = QuotaDesk(self._pool.state, tier.index, tier.writes.extent_bytes_max)
-            set_quotas(self._quotas, self._config.quotas, TierName.SSD)
-            tier.open()
-        except OSError as error:
-            # The disk, not the setting: what can be served without it is served.
-            folder.close()
-            self._quotas = QuotaDesk(self._pool.state, None, 0)
-            self.ssd_problem = f"cannot be opened ({error}); dram serves alone until the next start"
-            sink(TierStateChanged(tier=TierName.SSD, state="error", reason=self.ssd_problem))
-            return None
-        except BaseException:
-            folder.close()
-            raise
-        return tier
-
 
 _COUNTERS = (
     "saves",
@@ -351,7 +390,9 @@ _COUNTERS = (
     "promoted",
     "promoted_bytes",
     "ssd_written_bytes",
+    "ssd_plain_bytes",
     "ssd_moved_bytes",
+    "ssd_unreadable",
     "ssd_writes_failed",
     "writes_given_up",
     "pins_demoted",

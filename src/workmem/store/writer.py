@@ -8,6 +8,7 @@ import threading
 from workmem.store.breaker import Breaker
 from workmem.store.pool import Pool
 from workmem.store.ssd_writes import WriteJob
+from workmem.store.tiers.attached import AttachedTier
 from workmem.store.tiers.ssd import SsdTier
 
 log = logging.getLogger(__name__)
@@ -19,7 +20,7 @@ _TICK_S = 0.5
 class WriterThread:
     """Owns everything that changes the ssd tier's files."""
 
-    def __init__(self, pool: Pool, tier: SsdTier, breaker: Breaker) -> None:
+    def __init__(self, pool: Pool, tier: SsdTier | AttachedTier, breaker: Breaker) -> None:
         self._pool = pool
         self._tier = tier
         self._breaker = breaker

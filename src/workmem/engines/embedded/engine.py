@@ -87,7 +87,13 @@ class EmbeddedEngine:
         self.thread = EngineThread(
             config,
             loaded,
-            OutputWriter(tokenizer, loaded.vocabulary, sink, clock),
+            OutputWriter(
+                tokenizer,
+                loaded.vocabulary,
+                sink,
+                clock,
+                approximate=store is not None and store.gauges().get("store_ssd_approximate", 0) > 0,
+            ),
             store,
             block_count=blocks,
             dram_tokens=self._limits.dram_tokens,

@@ -19,11 +19,21 @@ from workmem.engines.embedded.tokenizer import ModelTokenizer
 class OutputWriter:
     """Holds no request state of its own: that lives in the sequence."""
 
-    def __init__(self, tokenizer: ModelTokenizer, vocabulary: int, sink: EventSink, clock: Clock) -> None:
+    def __init__(
+        self,
+        tokenizer: ModelTokenizer,
+        vocabulary: int,
+        sink: EventSink,
+        clock: Clock,
+        *,
+        approximate: bool = False,
+    ) -> None:
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
         self._sink = sink
         self._clock = clock
+        self._approximate = approximate
+        """The store may round what it keeps."""
 
     def prepare(self, seq: Sequence, grammar: Grammar | None) -> None:
         """Give a new sequence its sampler, decoder and grammar."""
@@ -141,7 +151,10 @@ class OutputWriter:
     def _usage(self, seq: Sequence, *, extra: int) -> Usage:
         """`extra` counts an end mark: it was generated, though it is no text."""
         return Usage(
-            prompt_tokens=seq.prompt_len, completion_tokens=seq.output_len + extra, sources=seq.sources
+            prompt_tokens=seq.prompt_len,
+            completion_tokens=seq.output_len + extra,
+            sources=seq.sources,
+            approximate=self._approximate and any(run.source != COMPUTED for run in seq.sources),
         )
 
     def _finished(self, seq: Sequence, reason: str) -> None:

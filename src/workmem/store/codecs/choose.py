@@ -15,6 +15,8 @@ from workmem.store.codecs.raw import Raw
 ZSTD_ID = 1
 _BUILT_IN: tuple[Codec, ...] = (Raw(), Int8(), Fp8())
 CODEC_NAMES = ("raw", "zstd", "int8", "fp8")
+_MARK = "stored-"
+"""Begins the part of `quantization` that a tier added."""
 _ORDER = "LKNHD"
 """Page order that scales by channel and by row are defined for."""
 
@@ -64,7 +66,17 @@ def stored_layout(layout: KVLayout, codec: Codec) -> KVLayout:
             "choose raw or zstd"
         )
     kept = "" if layout.quantization == "none" else f"{layout.quantization}+"
-    return msgspec.structs.replace(layout, quantization=f"{kept}stored-{codec.name}")
+    return msgspec.structs.replace(layout, quantization=f"{kept}{_MARK}{codec.name}")
+
+
+def is_kept_by(layout: KVLayout, codec: Codec) -> bool:
+    """Whether pages of `layout` are those that the approximate `codec` may keep."""
+    return layout.quantization.rpartition("+")[2] == f"{_MARK}{codec.name}"
+
+
+def is_approximate(layout: KVLayout) -> bool:
+    """Whether pages of `layout` may have been rounded in a tier."""
+    return layout.quantization.rpartition("+")[2].startswith(_MARK)
 
 
 @lru_cache(maxsize=1)

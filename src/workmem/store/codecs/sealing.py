@@ -133,6 +133,10 @@ class Keyring:
         self.current = current
         self._by_id = {cipher.key_id: cipher for cipher in (current, *older)}
 
+    def knows(self, key_id: bytes) -> bool:
+        """Whether what names `key_id` can be opened."""
+        return key_id in self._by_id
+
     def cipher(self, key_id: bytes) -> PageCipher:
         """The cipher that opens what names `key_id`. Raises UnreadableError, a miss, if there is none."""
         found = self._by_id.get(key_id)

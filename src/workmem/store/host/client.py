@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -28,18 +29,25 @@ from workmem.store.host.channel import Disconnected
 from workmem.store.host.keeper import Keeper
 from workmem.store.host.lease import HostLease
 from workmem.store.host.link import Link
+from workmem.store.host.place import folder_identity
 from workmem.store.host.saver import HostSaver
 from workmem.store.host.wire import KEYS_MAX, ErrorCode, Kind, Refused
+from workmem.store.selector import Purged, PurgeSelector
 
 CLOSE_S = 10.0
 """Longest that `close` waits for pages that are being copied."""
+PURGE_S = 600.0
+"""Longest that a purge is waited for: a million blocks take some seconds."""
+SCRUB_CALL_S = 60.0
+"""Longest that a slice of a scrub is waited for: a page may be on a disk that retries."""
 _FLUSH_PAUSE_S = 0.02
 
 
 class HostStore:
     """`KVStore` over the server at `path`. A context manager; `close` ends its threads.
 
-    With `attaches` the first connection is made here, and TransferError raised when there is none. A
+    With `attaches` the first connection is made here, and TransferError raised when there is none, or where
+    `of_folder` is given and the store that is served has another folder on disk. A
     process that was forked from this one gets misses only: it opens its own.
     """
 
@@ -51,6 +59,7 @@ class HostStore:
         call_s: float = 1.0,
         save_queue_pages: int = 8192,
         attaches: bool = True,
+        of_folder: Path | None = None,
     ) -> None:
         self._path = path
         self._call_s = call_s
@@ -61,6 +70,9 @@ class HostStore:
         self._closed = False
         self._pid = os.getpid()
         first = self._reading_link() if attaches else None
+        if first is not None and of_folder is not None and first.welcome.folder != folder_identity(of_folder):
+            first.close()
+            raise TransferError(f"the store served at {path} has another folder than {of_folder}")
         self._keeper = Keeper(self._reading_link, first, self._heard)
         self._saver = HostSaver(self._writing_link, sink, save_queue_pages)
 
@@ -168,21 +180,41 @@ class HostStore:
         if not self._saver.drain(timeout_s):
             return False
         try:
-            # A connection of its own: the server takes its time, and lookups must not wait behind it.
-            link = self._open_link(writes=False)
+            with self._apart(self._call_s) as link:
+                while not link.ask(Kind.FLUSH, messages.pack_seconds(max(0.0, until - time.monotonic())))[0]:
+                    if time.monotonic() >= until:
+                        return False
+                    time.sleep(_FLUSH_PAUSE_S)
         except TransferError:
             return False
-        try:
-            while not link.ask(Kind.FLUSH, messages.pack_seconds(max(0.0, until - time.monotonic())))[0]:
-                if time.monotonic() >= until:
-                    return False
-                time.sleep(_FLUSH_PAUSE_S)
-        except TransferError:
-            return False
-        finally:
-            link.tell(Kind.GOODBYE, b"")
-            link.close()
         return True
+
+    def purge(self, chosen: PurgeSelector) -> Purged:
+        """See `KVStore.purge`. Blocks while blocks are taken out. Raises TransferError without a server."""
+        with self._apart(PURGE_S) as link:
+            return messages.unpack_purged(
+                link.ask(Kind.PURGE, messages.pack_purge(chosen, is_rehearsal=False))
+            )
+
+    def survey(self, chosen: PurgeSelector) -> Purged:
+        """What `purge` would take out now. Raises TransferError without a server."""
+        with self._apart(PURGE_S) as link:
+            return messages.unpack_purged(
+                link.ask(Kind.PURGE, messages.pack_purge(chosen, is_rehearsal=True))
+            )
+
+    def scrub(self, bytes_per_s: int) -> Generator[messages.Scrubbed]:
+        """Have the server read and check every page on its ssd, at most so fast; yields how far it is.
+
+        Damaged pages leave service. It ends early where the generator is closed. Raises TransferError without
+        a server or an ssd tier.
+        """
+        with self._apart(SCRUB_CALL_S) as link:
+            while True:
+                done = messages.unpack_scrubbed(link.ask(Kind.SCRUB, messages.pack_scrub(bytes_per_s)))
+                yield done
+                if done.has_ended:
+                    return
 
     def gauges(self) -> dict[str, float]:
         """See `KVStore.gauges`. The server's readings, and this client's."""
@@ -248,6 +280,16 @@ class HostStore:
             # The keeper tries, at its pace; a page for which nobody is there is dropped at once.
             raise Disconnected(f"no server at {self._path}")
         return self._open_link(writes=True)
+
+    @contextmanager
+    def _apart(self, call_s: float) -> Generator[Link]:
+        """A connection of its own, for what takes its time: lookups must not wait behind it."""
+        link = Link(self._path, [], call_s=call_s, writes=False)
+        try:
+            yield link
+        finally:
+            link.tell(Kind.GOODBYE, b"")
+            link.close()
 
     def _open_link(self, *, writes: bool) -> Link:
         with self._spaces_lock:

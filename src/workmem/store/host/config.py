@@ -11,8 +11,8 @@ from msgspec import Meta
 class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[store.host]`: one store for all processes of a host (`workmem store serve`)."""
 
-    attach: Literal["never", "auto", "require"] = "never"
-    """Never: a store of this process's own. Auto: the host's store where one is served. Require: that or no start."""
+    attach: Literal["never", "auto", "require"] = "auto"
+    """Auto: the host's store where one is served from the folder of `store.ssd.path`, else a store of this process's own. Never: one of its own. Require: the host's, whatever its folder, or no start."""
     socket: str = ""
     """Unix socket of the store; empty takes `$XDG_RUNTIME_DIR/workmem/store.sock`, or `run/store.sock` in the cache folder. Its folder must be closed to other users."""
     call_s: Annotated[float, Meta(gt=0)] = 1.0

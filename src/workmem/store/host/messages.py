@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from workmem.core.errors import ConfigError
 from workmem.core.keys import KEY_BYTES, BlockKey
 from workmem.core.outcomes import MissReason, TierName
 from workmem.store.contract import BlockId, SaveState
@@ -32,13 +33,17 @@ from workmem.store.host.wire import (
     Malformed,
     Refused,
 )
+from workmem.store.selector import Purged, PurgeSelector
 
 T = TypeVar("T")
+FolderIdentity = tuple[int, int]
+"""Device and inode of the folder that a store has on disk: by whatever path, the same folder."""
+NO_FOLDER: FolderIdentity = (0, 0)
 
 _KEYS_AT_ONCE = 512
 """A form of so many takes 16 KiB, and there is one for each count that was asked for of late."""
 _HELLO = struct.Struct("<8sHxxI")
-_WELCOME = struct.Struct("<8sHxxI16sQdd")
+_WELCOME = struct.Struct("<8sHxxI16sQddQQ")
 _ERROR = struct.Struct("<H")
 _REGISTERED = struct.Struct(f"<{KEY_BYTES}sQ")
 _LEASE = struct.Struct(f"<{KEY_BYTES}sdB")
@@ -47,6 +52,8 @@ _SECONDS = struct.Struct("<d")
 _QUARANTINE = struct.Struct("<QI")
 _BLOCK = struct.Struct(f"<{KEY_BYTES}s{KEY_BYTES}sI")
 _RESERVED = struct.Struct("<QdI")
+_RATE = struct.Struct("<Q")
+_SCRUBBED = struct.Struct("<BQQQQ")
 _SETTLED = struct.Struct("<QIB")
 _SETTLED_NOW = struct.Struct("<IBB")
 
@@ -62,6 +69,7 @@ class Welcome(msgspec.Struct, frozen=True):
     """Longest deadline of a lease; to hold for longer is to renew."""
     reservation_s: float
     """Deadline of a reservation, after which it cannot be committed."""
+    folder: FolderIdentity = NO_FOLDER
 
 
 class Leased(msgspec.Struct, frozen=True):
@@ -85,6 +93,17 @@ class Reserved(msgspec.Struct, frozen=True):
     ttl_s: float
     states: tuple[SaveState | None, ...]
     offsets: tuple[int, ...]
+
+
+class Scrubbed(msgspec.Struct, frozen=True):
+    """How far a scrub is."""
+
+    has_ended: bool = False
+    pages: int = 0
+    bytes: int = 0
+    damaged: int = 0
+    """Pages that were not what was written; they have left service."""
+    unreadable: int = 0
 
 
 def pack_hello(pid: int) -> bytes:
@@ -112,6 +131,7 @@ def pack_welcome(welcome: Welcome) -> bytes:
         welcome.arena_bytes,
         welcome.lease_s,
         welcome.reservation_s,
+        *welcome.folder,
     )
 
 
@@ -120,7 +140,8 @@ def unpack_welcome(body: memoryview) -> Welcome:
     magic, version, *rest = _fields(_WELCOME, body)
     if magic != MAGIC or version != VERSION:
         raise Malformed(f"a welcome of {magic!r} version {version}")
-    return Welcome(*rest)
+    *rest, device, inode = rest
+    return Welcome(*rest, folder=(device, inode))
 
 
 def pack_error(code: ErrorCode, text: str) -> bytes:
@@ -350,6 +371,53 @@ def unpack_seconds(body: memoryview) -> float:
     if not 0 <= seconds < 1e9:
         raise Malformed(f"a duration of {seconds} s")
     return seconds
+
+
+def pack_purge(selector: PurgeSelector, *, is_rehearsal: bool) -> bytes:
+    """Body of PURGE. A rehearsal only counts what would go. The reply is a `Purged` as JSON."""
+    return bytes([is_rehearsal]) + msgspec.json.encode(selector)
+
+
+def unpack_purge(body: memoryview) -> tuple[PurgeSelector, bool]:
+    """(selector, whether it only counts) of a PURGE."""
+    if not len(body) or body[0] > 1:
+        raise Malformed("a purge that does not say whether it is a rehearsal")
+    try:
+        return msgspec.json.decode(body[1:], type=PurgeSelector), bool(body[0])
+    except (msgspec.DecodeError, UnicodeDecodeError, ConfigError) as error:
+        raise Malformed(f"a purge of what cannot be chosen: {error}") from error
+
+
+def unpack_purged(body: memoryview) -> Purged:
+    """What a PURGE took out, or would."""
+    try:
+        return msgspec.json.decode(body, type=Purged)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Malformed(f"a purge's reply that is none: {error}") from error
+
+
+def pack_scrub(bytes_per_s: int) -> bytes:
+    """Body of SCRUB."""
+    return _RATE.pack(bytes_per_s)
+
+
+def unpack_scrub(body: memoryview) -> int:
+    """Bytes a second to read at most."""
+    (rate,) = _fields(_RATE, body)
+    if not rate:
+        raise Malformed("a scrub that reads nothing")
+    return rate
+
+
+def pack_scrubbed(scrubbed: Scrubbed) -> bytes:
+    """Body of the reply to SCRUB."""
+    return _SCRUBBED.pack(*msgspec.structs.astuple(scrubbed))
+
+
+def unpack_scrubbed(body: memoryview) -> Scrubbed:
+    """How far a scrub is."""
+    has_ended, *counts = _fields(_SCRUBBED, body)
+    return Scrubbed(bool(has_ended), *counts)
 
 
 def pack_settled(lease: int, ready: int, failed: MissReason | None) -> bytes:

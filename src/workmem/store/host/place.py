@@ -12,6 +12,7 @@ from workmem.core.errors import ConfigError
 from workmem.store.host.channel import Disconnected
 
 _BACKLOG = 64
+_PROBE_S = 1.0
 _PATH_BYTES_MAX = 107
 """What the kernel's address of a Unix socket holds, less the final zero."""
 
@@ -66,6 +67,24 @@ def connect(path: Path, timeout_s: float) -> socket.socket:
     return connection
 
 
+def folder_identity(folder: Path | None) -> tuple[int, int]:
+    """Device and inode, which are the same by whatever path; zeros where there is no such folder."""
+    try:
+        found = folder.stat() if folder is not None else None
+    except OSError:
+        found = None
+    return (0, 0) if found is None else (found.st_dev, found.st_ino)
+
+
+def is_served(path: Path) -> bool:
+    """Whether a server listens at `path`."""
+    try:
+        connect(path, _PROBE_S).close()
+    except Disconnected:
+        return False
+    return True
+
+
 def _check_length(path: Path) -> None:
     if len(os.fsencode(path)) > _PATH_BYTES_MAX:
         raise ConfigError(
@@ -77,9 +96,12 @@ def _check_length(path: Path) -> None:
 def _own_folder(folder: Path) -> None:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
+        found = folder.lstat()
     except OSError as error:
         raise ConfigError(f"$.store.host.socket: folder {folder} cannot be used: {error.strerror}") from error
+    if not stat.S_ISDIR(found.st_mode):
+        # Whoever can change the link would choose where clients go.
+        raise ConfigError(f"$.store.host.socket: {folder} is a link; name the folder itself")
     if found.st_uid != os.getuid():
         raise ConfigError(f"$.store.host.socket: folder {folder} belongs to another user; name another")
     if found.st_mode & 0o077:

@@ -17,7 +17,7 @@ from typing import cast
 import msgspec
 
 from workmem.core.clock import Clock
-from workmem.core.errors import CapacityError, InvariantError, LeaseError
+from workmem.core.errors import CapacityError, LeaseError
 from workmem.core.events import BoundReached, EventSink
 from workmem.core.layout import KVLayout, Namespace
 from workmem.core.outcomes import MissReason, TierName
@@ -26,7 +26,9 @@ from workmem.store.frames import Frame
 from workmem.store.host import messages
 from workmem.store.host.channel import Channel, Disconnected
 from workmem.store.host.peer import Peer
+from workmem.store.host.place import folder_identity
 from workmem.store.host.reservations import Reservations
+from workmem.store.host.upkeep import Upkeep
 from workmem.store.host.wire import PREFIX, TIER_CODE, VERSION, ErrorCode, Kind, Malformed, Refused
 from workmem.store.lease import PageLease
 from workmem.store.store import Store
@@ -37,7 +39,6 @@ _SEND_S = 5.0
 """A client that does not read its replies for so long loses its connection."""
 _ROOM_WAIT_S = 0.5
 """How long a reservation waits for the disk to free room; below what a client waits for its reply."""
-_FLUSH_SLICE_S = 0.25
 _DEAD_WAIT_S = 0.2
 """A killed process is known dead within moments of its connection's end; else the server's watch finds out."""
 _PAGE_BYTES_MAX = 2**32
@@ -100,10 +101,7 @@ class Session:
             Kind.RESERVE: self._reserve,
             Kind.COMMIT: self._commit,
             Kind.ABORT: self._abort,
-            Kind.FLUSH: self._flush,
-            Kind.GAUGES: self._gauges,
-            Kind.AUDIT: self._audit,
-        }
+        } | Upkeep(hosted.store, hosted.census).answers
 
     @property
     def lease_count(self) -> int:
@@ -161,6 +159,7 @@ class Session:
                 self._store.arena.capacity_bytes,
                 limits.lease_s,
                 limits.reservation_s,
+                folder_identity(self._store.folder),
             )
         )
         self._notices, theirs = socket.socketpair()
@@ -298,21 +297,6 @@ class Session:
     def _abort(self, body: memoryview) -> None:
         for number in messages.unpack_ids(body):
             self.reservations.abort(number)
-
-    def _flush(self, body: memoryview) -> bytes:
-        return bytes([self._store.flush(min(messages.unpack_seconds(body), _FLUSH_SLICE_S))])
-
-    def _gauges(self, body: memoryview) -> bytes:
-        del body
-        return msgspec.json.encode(self._store.gauges() | self._hosted.census())
-
-    def _audit(self, body: memoryview) -> bytes:
-        del body
-        try:
-            self._store.audit()
-        except InvariantError as error:
-            return str(error).encode()
-        return b""
 
     def _bound(self, name: str, limit: int, detail: str) -> None:
         self._hosted.sink(BoundReached(name=name, limit=limit, detail=f"process {self.peer.pid}: {detail}"))

@@ -17,7 +17,7 @@ from workmem.core.outcomes import MissReason, TierName
 from workmem.store.contract import SaveState
 
 MAGIC = b"WMHOST\x00\x00"
-VERSION = 1
+VERSION = 2
 """Of this protocol. Ends of two versions do not talk: the page format differs with it."""
 PREFIX = struct.Struct("<IHH")
 BODY_BYTES_MAX = 8 * 2**20
@@ -66,18 +66,21 @@ class Kind(IntEnum):
     """Told by the server, on the socket of notices."""
     ERROR = 16
     """A reply."""
+    PURGE = 17
+    SCRUB = 18
 
 
 class ErrorCode(IntEnum):
     """Why a request got an ERROR."""
 
-    VERSION = 1
+    VERSION = 2
     STRANGER = 2
     """The process cannot be told apart from others, or is not this user's."""
     BOUND = 3
     CAPACITY = 4
     UNREGISTERED = 5
     MALFORMED = 6
+    UNAVAILABLE = 7
 
 
 REASONS: tuple[MissReason | None, ...] = (

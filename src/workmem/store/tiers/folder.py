@@ -11,10 +11,13 @@ from pathlib import Path
 import msgspec
 
 from workmem.core.errors import ConfigError
+from workmem.store.codecs.sealing import Keyring
 from workmem.store.device import sync_folder
 from workmem.store.tiers.segments import segment_numbers
 
 FORMAT_VERSION = 2
+SEALED_VERSION = 3
+"""Of a folder whose pages and journal are sealed: a program that knows nothing of that refuses it."""
 
 
 class FolderFormat(msgspec.Struct, frozen=True):
@@ -22,17 +25,23 @@ class FolderFormat(msgspec.Struct, frozen=True):
 
     format: int
     store_id: str
+    key_id: str = ""
+    """Names the key that the journal is sealed under; empty where folder lies in the clear."""
 
 
 class StoreFolder:
     """An ssd tier's folder, locked for this process until `close`."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, keyring: Keyring | None = None) -> None:
         if not path:
             # It would be the working directory, which nobody meant.
             raise ConfigError("$.store.ssd.path: is empty; name a folder")
         self.path = Path(path).expanduser()
         self.segments = self.path / "segments"
+        self.keyring = keyring
+        self._key_id = "" if keyring is None else keyring.current.key_id.hex()
+        self.is_under_current_key = True
+        """The journal is not under an older key."""
         try:
             _make_durably(self.segments)
             self._lock_fd = os.open(self.path / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -91,15 +100,29 @@ class StoreFolder:
                 raise ConfigError(
                     f"$.store.ssd.path: {file} is damaged ({error}); remove {self.path}"
                 ) from error
-            if found.format != FORMAT_VERSION or len(store_id) != 16:
+            if found.format not in {FORMAT_VERSION, SEALED_VERSION} or len(store_id) != 16:
                 raise ConfigError(
                     f"$.store.ssd.path: {self.path} has format {found.format}, this program writes "
                     f"{FORMAT_VERSION}; remove the folder or name another"
                 )
+            require_key(self.path, found, self.keyring)
+            self.is_under_current_key = found.key_id == self._key_id
             return store_id
         store_id = secrets.token_bytes(16)
+        self._write_format(store_id)
+        return store_id
+
+    def note_current_key(self) -> None:
+        """The journal was written anew under the current key. Raises OSError."""
+        if not self.is_under_current_key:
+            self._write_format(self.store_id)
+            self.is_under_current_key = True
+
+    def _write_format(self, store_id: bytes) -> None:
+        file = self.path / "FORMAT"
+        version = SEALED_VERSION if self._key_id else FORMAT_VERSION
         fresh = file.with_suffix(".new")
-        fresh.write_bytes(msgspec.json.encode(FolderFormat(FORMAT_VERSION, store_id.hex())))
+        fresh.write_bytes(msgspec.json.encode(FolderFormat(version, store_id.hex(), self._key_id)))
         fd = os.open(fresh, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
@@ -107,7 +130,27 @@ class StoreFolder:
             os.close(fd)
         fresh.replace(file)
         sync_folder(self.path)
-        return store_id
+
+
+def require_key(path: Path, found: FolderFormat, keyring: Keyring | None) -> None:
+    """Raises ConfigError unless `keyring` opens the folder, or both know of no key."""
+    if not found.key_id:
+        if keyring is not None:
+            raise ConfigError(
+                f"$.store.ssd.key_file: {path} holds pages in the clear, which a key comes too late for; "
+                "remove the folder, or name another in store.ssd.path"
+            )
+    elif keyring is None:
+        raise ConfigError(
+            f"$.store.ssd.key_file: is empty, and {path} is sealed under key {found.key_id}; "
+            "name that key's file, or remove the folder"
+        )
+    elif not keyring.knows(bytes.fromhex(found.key_id)):
+        raise ConfigError(
+            f"$.store.ssd.key_file: {path} is sealed under key {found.key_id}, this file holds "
+            f"{keyring.current.key_id.hex()}; name the other key's file in store.ssd.older_key_files, "
+            "or remove the folder"
+        )
 
 
 def _make_durably(path: Path) -> None:

@@ -16,6 +16,8 @@ import numpy as np
 import xxhash
 
 from workmem.core.errors import IntegrityError, InvariantError
+from workmem.store.codecs.contract import UnreadableError
+from workmem.store.codecs.sealing import KEY_ID_BYTES, Keyring
 from workmem.store.device import Access, BlockDevice, DeviceFile
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ _FILE = struct.Struct("<8sI4x16sQ")
 _BATCH = struct.Struct("<IIQQ")
 """magic, payload bytes, sequence number, checksum of the two before it and the payload."""
 _BATCH_MAGIC = 0x48435442
+_SEALED_MAGIC = 0x53435442
+"""Of a batch whose payload is sealed."""
 _BATCH_BYTES_MAX = 64 * 2**20
 _REWRITE_BATCH_BYTES = 4 * 2**20
 _NAMESPACE = struct.Struct("<BxHI32s")
@@ -157,8 +161,11 @@ def decode(payload: bytes | memoryview) -> Iterator[Record]:
 class Journal:
     """An open journal. One thread appends; the lock is the folder's."""
 
-    def __init__(self, device: BlockDevice, path: Path, store_id: bytes) -> None:
+    def __init__(
+        self, device: BlockDevice, path: Path, store_id: bytes, keyring: Keyring | None = None
+    ) -> None:
         self._device = device
+        self._keyring = keyring
         self._path = path
         self._store_id = store_id
         self._file: DeviceFile | None = None
@@ -177,7 +184,11 @@ class Journal:
         return self._end
 
     def open(self) -> list[Record]:
-        """Open and replay; a file that is not there is left to `rewrite`. Raises IntegrityError when the file is no journal of this store."""
+        """Open and replay; a file that is not there is left to `rewrite`.
+
+        Raises IntegrityError when the file is no journal of this store, UnreadableError when it is one under a
+        key that is not there.
+        """
         if not self._path.exists():
             self.is_broken = True
             return []
@@ -198,7 +209,7 @@ class Journal:
         """Add a batch, or as many as its size needs, and return once it is durable. On OSError the journal `is_broken`."""
         assert self._file is not None
         batches = [
-            _batch(self._sequence + index, payload) for index, payload in enumerate(_payloads(entries))
+            self._batch(self._sequence + index, payload) for index, payload in enumerate(_payloads(entries))
         ]
         raw = b"".join(batches)
         try:
@@ -237,7 +248,7 @@ class Journal:
         parts = [_file_header(self._store_id)]
         sequence = 0
         for payload in _payloads(entries):
-            parts.append(_batch(sequence, payload))
+            parts.append(self._batch(sequence, payload))
             sequence += 1
         raw = b"".join(parts)
         file = self._device.open(path, Access.CREATE, direct=False)
@@ -255,6 +266,26 @@ class Journal:
         self.record_count = count_records(entries)
         self.is_broken = False
 
+    def _batch(self, sequence: int, payload: bytes) -> bytes:
+        if self._keyring is None:
+            return _batch(sequence, payload)
+        sealed = self._keyring.current.seal_batch(self._context(sequence), payload)
+        return _batch(sequence, sealed, _SEALED_MAGIC)
+
+    def _opened(self, magic: int, sequence: int, body: memoryview) -> bytes | memoryview:
+        if magic == _BATCH_MAGIC and self._keyring is None:
+            return body
+        if magic == _BATCH_MAGIC:
+            raise IntegrityError("a batch in the clear in a sealed journal")
+        if self._keyring is None:
+            raise UnreadableError("it is sealed, and no key file is configured")
+        sealed = bytes(body)
+        return self._keyring.cipher(sealed[:KEY_ID_BYTES]).open_batch(self._context(sequence), sealed)
+
+    def _context(self, sequence: int) -> bytes:
+        """What a sealed batch is bound to: neither another store's nor another place's opens here."""
+        return self._store_id + struct.pack("<Q", sequence)
+
     def _replay(self, raw: memoryview) -> list[Record]:
         entries: list[Record] = []
         at = _FILE.size
@@ -262,7 +293,7 @@ class Journal:
             magic, size, sequence, checksum = _BATCH.unpack_from(raw, at)
             body = raw[at + _BATCH.size : at + _BATCH.size + size]
             if (
-                magic != _BATCH_MAGIC
+                magic not in {_BATCH_MAGIC, _SEALED_MAGIC}
                 or size > _BATCH_BYTES_MAX
                 or len(body) != size
                 or sequence != self._sequence
@@ -270,7 +301,7 @@ class Journal:
             ):
                 break
             try:
-                entries.extend(decode(body))
+                entries.extend(decode(self._opened(magic, sequence, body)))
             except struct.error as error:
                 raise IntegrityError(f"a whole batch holds half a record: {error}") from error
             at += _BATCH.size + size
@@ -311,10 +342,7 @@ def _batch_sum(size: int, sequence: int, payload: bytes | memoryview) -> int:
     return checksum.intdigest()
 
 
-def _batch(sequence: int, payload: bytes) -> bytes:
+def _batch(sequence: int, payload: bytes, magic: int = _BATCH_MAGIC) -> bytes:
     if len(payload) > _BATCH_BYTES_MAX:
         raise InvariantError(f"a journal batch of {len(payload)} bytes would not be read back")
-    return (
-        _BATCH.pack(_BATCH_MAGIC, len(payload), sequence, _batch_sum(len(payload), sequence, payload))
-        + payload
-    )
+    return _BATCH.pack(magic, len(payload), sequence, _batch_sum(len(payload), sequence, payload)) + payload

@@ -1,43 +1,48 @@
-"""Whether a page that was read is the one that was asked for, as it was written (R6)."""
+"""Whether a page is the one that was asked for, as it was written (R6)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+import msgspec
 import xxhash
 
 from workmem.core.errors import IntegrityError
-from workmem.core.outcomes import MissReason
-from workmem.store.ssd_index import StoredPage
-from workmem.store.tiers.page_header import PageHeader, unpack
-
-if TYPE_CHECKING:
-    from workmem.store.catalog import Space
+from workmem.core.layout import KVLayout
+from workmem.store.tiers.page_header import PageHeader, header_bytes, slice_spans, unpack
 
 
-def read_page(page: StoredPage, into: memoryview) -> MissReason | None:
-    """Read a page and check it. Returns what is wrong with it; None when it is what was written."""
-    try:
-        page.extent.segment.file.readv([into], page.extent.offset)
-        verify(page.space, page.key, page.parent, page.depth, page.extent.header_sum, into)
-    except OSError:
-        return MissReason.UNAVAILABLE
-    except IntegrityError:
-        return MissReason.CORRUPT
-    return None
+class Expected(msgspec.Struct, frozen=True):
+    """The page that the index asks for."""
+
+    layout: KVLayout
+    root: bytes
+    key: bytes
+    parent: bytes
+    depth: int
+    header_sum: int
+    """The stored header's checksum as journaled: one that says otherwise is of another page."""
+
+    def check_identity(self, header: PageHeader) -> None:
+        """Raises IntegrityError where `header` names another block."""
+        if (header.root, header.key, header.parent, header.depth) != (
+            self.root,
+            self.key,
+            self.parent,
+            self.depth,
+        ):
+            raise IntegrityError("the header names another block")
 
 
-def verify(
-    space: Space, key: bytes, parent: bytes, depth: int, header_sum: int, page: memoryview
-) -> PageHeader:
-    """Check header and bytes of a page against what the index asks for (R6). Raises IntegrityError."""
-    header, found_sum = unpack(page[: space.header_bytes], space.layout)
-    if found_sum != header_sum:
+def check_header(expected: Expected, raw: memoryview) -> PageHeader:
+    """The header in the clear that begins `raw`. Raises IntegrityError where it is not the one asked for."""
+    header, found_sum = unpack(raw[: header_bytes(expected.layout)], expected.layout)
+    if found_sum != expected.header_sum:
         raise IntegrityError("the header is not the one that was journaled")
-    if (header.root, header.key, header.parent, header.depth) != (space.root, key, parent, depth):
-        raise IntegrityError("the header names another block")
-    with page[space.header_bytes :] as payload:
-        for (start, end), checksum in zip(space.spans, header.checksums, strict=True):
-            if xxhash.xxh3_64_intdigest(payload[start:end]) != checksum:
-                raise IntegrityError(f"bytes {start} to {end} are not what was written")
+    expected.check_identity(header)
     return header
+
+
+def check_slices(header: PageHeader, layout: KVLayout, payload: memoryview) -> None:
+    """Raises IntegrityError where bytes of the plain `payload` are not those that `header` vouches for."""
+    for (start, end), checksum in zip(slice_spans(layout), header.checksums, strict=True):
+        if xxhash.xxh3_64_intdigest(payload[start:end]) != checksum:
+            raise IntegrityError(f"bytes {start} to {end} are not what was written")

@@ -28,6 +28,8 @@ _FIXED = struct.Struct("<8sQ32s32s32s32sQQIIIII4x")
 bytes, codec."""
 _SUMMED_FROM = 16
 _NOTHING = bytes(_SUMMED_FROM)
+_STORED, _STORED_AT = struct.Struct("<Q"), 152
+_CODEC, _CODEC_AT = struct.Struct("<I"), 176
 
 
 class PageHeader(msgspec.Struct, frozen=True):
@@ -50,6 +52,26 @@ def layout_digest(layout: KVLayout) -> bytes:
     return hashlib.sha256(msgspec.json.encode(layout, order="sorted")).digest()
 
 
+class _Form(msgspec.Struct, frozen=True):
+    """What all headers of one layout have in common, worked out once: one is written for every page saved."""
+
+    body: struct.Struct
+    """Everything but the generation, zeros behind the checksums included."""
+    size: int
+    digest: bytes
+    page_bytes: int
+    slices: int
+
+
+@lru_cache(maxsize=64)
+def _form(layout: KVLayout) -> _Form:
+    size, slices = header_bytes(layout), layout.slice_count
+    values = f"{_FIXED.format}{layout.block_tokens}I{slices}Q"
+    zeros = size - GENERATION_BYTES - struct.calcsize(values)
+    body = struct.Struct(f"{values}{zeros}x")
+    return _Form(body, size, layout_digest(layout), layout.page_bytes, slices)
+
+
 @lru_cache(maxsize=64)
 def header_bytes(layout: KVLayout) -> int:
     """Bytes a header takes, aligned like the payload behind it."""
@@ -57,28 +79,28 @@ def header_bytes(layout: KVLayout) -> int:
 
 
 def pack(header: PageHeader, layout: KVLayout, into: memoryview) -> int:
-    """Write `header` into `header_bytes(layout)` bytes, all but the generation. Returns its checksum."""
-    end = header_bytes(layout) - GENERATION_BYTES
-    tokens, checksums = header.tokens, header.checksums
-    body = _FIXED.pack(
+    """Write `header` into the first `header_bytes(layout)` bytes, all but the generation. Returns its checksum."""
+    form = _form(layout)
+    form.body.pack_into(
+        into,
+        0,
         MAGIC,
         0,
         header.root,
         header.key,
         header.parent,
-        layout_digest(layout),
-        layout.page_bytes,
-        header.stored_bytes or layout.page_bytes,
+        form.digest,
+        form.page_bytes,
+        header.stored_bytes or form.page_bytes,
         header.depth,
-        len(tokens),
-        len(checksums),
-        header_bytes(layout),
+        layout.block_tokens,
+        form.slices,
+        form.size,
         header.codec,
+        *header.tokens,
+        *header.checksums,
     )
-    body += struct.pack(f"<{len(tokens)}I{len(checksums)}Q", *tokens, *checksums)
-    into[: len(body)] = body
-    into[len(body) : end] = bytes(end - len(body))
-    checksum = xxhash.xxh3_64_intdigest(into[_SUMMED_FROM:end])
+    checksum = xxhash.xxh3_64_intdigest(into[_SUMMED_FROM : form.size - GENERATION_BYTES])
     _SUM.pack_into(into, 8, checksum)
     return checksum
 
@@ -114,10 +136,37 @@ def unpack(raw: memoryview, layout: KVLayout) -> tuple[PageHeader, int]:
     return header, stated
 
 
+def facts_bytes(layout: KVLayout) -> int:
+    """Bytes of a header that say something, from the root to the last checksum."""
+    return _FIXED.size - _SUMMED_FROM + 4 * layout.block_tokens + 8 * layout.slice_count
+
+
+def facts_of(raw: memoryview, layout: KVLayout, *, codec: int, stored_bytes: int) -> bytes:
+    """What the header in `raw` says, for a payload that is stored by `codec` in `stored_bytes`."""
+    facts = bytearray(raw[_SUMMED_FROM : _SUMMED_FROM + facts_bytes(layout)])
+    _STORED.pack_into(facts, _STORED_AT - _SUMMED_FROM, stored_bytes)
+    _CODEC.pack_into(facts, _CODEC_AT - _SUMMED_FROM, codec)
+    return bytes(facts)
+
+
+def pack_facts(facts: bytes, layout: KVLayout, into: memoryview) -> int:
+    """Write the header that says `facts`, its last 8 bytes zero. Returns its checksum."""
+    size = header_bytes(layout)
+    into[:size] = (MAGIC + bytes(8) + facts).ljust(size, b"\0")
+    checksum = xxhash.xxh3_64_intdigest(into[_SUMMED_FROM : size - GENERATION_BYTES])
+    _SUM.pack_into(into, 8, checksum)
+    return checksum
+
+
 def identity_of(raw: memoryview) -> tuple[BlockKey, bytes, int]:
     """Key, parent and depth that a header states. For headers in dram, which were checked on the way in."""
     fields = _FIXED.unpack_from(raw)
     return BlockKey(fields[3]), fields[4], fields[8]
+
+
+def root_of(raw: memoryview) -> bytes:
+    """Namespace root that a header states, likewise."""
+    return _FIXED.unpack_from(raw)[2]
 
 
 def checksum_of(raw: memoryview) -> int:
@@ -128,6 +177,12 @@ def checksum_of(raw: memoryview) -> int:
 def tokens_of(raw: memoryview, layout: KVLayout) -> tuple[int, ...]:
     """Token ids that a header states. For headers in dram, which were checked on the way in."""
     return struct.unpack_from(f"<{layout.block_tokens}I", raw, _FIXED.size)
+
+
+@lru_cache(maxsize=64)
+def slice_spans(layout: KVLayout) -> tuple[tuple[int, int], ...]:
+    """Byte ranges [start, end) of the slices of a page."""
+    return tuple(layout.slice_span(index) for index in range(layout.slice_count))
 
 
 def slice_sums(layout: KVLayout) -> tuple[struct.Struct, int]:

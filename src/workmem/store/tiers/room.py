@@ -10,13 +10,16 @@ import mmap
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from workmem.core.errors import IntegrityError
 from workmem.core.events import BoundReached, EventSink
+from workmem.core.outcomes import MissReason
+from workmem.store.codecs.contract import UnreadableError
 from workmem.store.pool import Pool
 from workmem.store.ssd_index import SsdIndex, StoredPage
 from workmem.store.tiers.entries import put_entry
 from workmem.store.tiers.folder import StoreFolder
 from workmem.store.tiers.free_space import KeepFree, read_free_space, usable_bytes
-from workmem.store.tiers.page_check import read_page
+from workmem.store.tiers.page_forms import PageForms
 from workmem.store.tiers.segment_files import SegmentFiles
 from workmem.store.tiers.segments import SEGMENT_HEADER_BYTES, Extent, Segment
 
@@ -33,6 +36,7 @@ class Room:
         pool: Pool,
         index: SsdIndex,
         files: SegmentFiles,
+        forms: PageForms,
         sink: EventSink,
         capacity_bytes: int,
         keep_free: KeepFree,
@@ -42,6 +46,7 @@ class Room:
         self._pool = pool
         self._index = index
         self._files = files
+        self._forms = forms
         self._sink = sink
         self.capacity_bytes = capacity_bytes
         self._keep_free = keep_free
@@ -115,13 +120,27 @@ class Room:
     def _rewrite_page(self, page: StoredPage) -> Extent | None:
         """A page's new place, or None when the old one does not hold it any more. Raises OSError on writes."""
         old = page.extent
-        with mmap.mmap(-1, old.length) as scratch, memoryview(scratch) as view:
-            reason = read_page(page, view)
-            if reason is not None:
-                self._pool.quarantine_extent(page.row, page.stamp, old, reason)
-                return None
-            segment = self._files.with_room(old.length)
-            segment.file.writev([view], segment.size)
-            new = Extent(segment, segment.size, old.length, old.header_sum)
-            segment.size += old.length
-            return new
+        # Freed with its last view: an error on its way up still holds some.
+        view = memoryview(mmap.mmap(-1, old.length))
+        if not self._is_sound(page, view):
+            return None
+        segment = self._files.with_room(old.length)
+        segment.file.writev([view], segment.size)
+        new = Extent(segment, segment.size, old.length, old.header_sum)
+        segment.size += old.length
+        return new
+
+    def _is_sound(self, page: StoredPage, into: memoryview) -> bool:
+        """Read a page and check it; one that is not what was written leaves service, as one that cannot be read."""
+        try:
+            page.extent.segment.file.readv([into], page.extent.offset)
+            self._forms.check(page.expected, into)
+        except UnreadableError:
+            self._pool.withdraw_extent(page.row, page.stamp, page.extent, MissReason.UNAVAILABLE)
+        except OSError:
+            self._pool.quarantine_extent(page.row, page.stamp, page.extent, MissReason.UNAVAILABLE)
+        except IntegrityError:
+            self._pool.quarantine_extent(page.row, page.stamp, page.extent, MissReason.CORRUPT)
+        else:
+            return True
+        return False

@@ -5,16 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from workmem.core.errors import IntegrityError
 from workmem.core.events import BoundReached, EventSink
-from workmem.store.arena import Arena
 from workmem.store.device import Access, BlockDevice, DeviceFile
 from workmem.store.ssd_index import SsdIndex
-from workmem.store.ssd_writes import WriteJob
 from workmem.store.tiers.folder import StoreFolder
-from workmem.store.tiers.page_header import checksum_of
 from workmem.store.tiers.segments import (
     SEGMENT_HEADER_BYTES,
     Extent,
@@ -23,6 +20,7 @@ from workmem.store.tiers.segments import (
     segment_header,
     segment_path,
 )
+from workmem.store.tiers.staging import ReadyPage
 
 log = logging.getLogger(__name__)
 
@@ -36,14 +34,12 @@ class SegmentFiles:
         self,
         folder: StoreFolder,
         index: SsdIndex,
-        arena: Arena,
         device: BlockDevice,
         sink: EventSink,
         segment_bytes: int,
     ) -> None:
         self._folder = folder
         self._index = index
-        self._arena = arena
         self._device = device
         self._sink = sink
         self.segment_bytes = segment_bytes
@@ -86,13 +82,13 @@ class SegmentFiles:
             segment.is_sealed = True
             self._index.segments[number] = segment
 
-    def write(self, jobs: list[WriteJob]) -> list[Extent]:
+    def write(self, pages: Sequence[ReadyPage]) -> list[Extent]:
         """Put pages into segments and sync them. Raises OSError; where they lie then is in doubt."""
         extents: list[Extent] = []
         touched: dict[int, Segment] = {}
         try:
-            for group in _groups(jobs, min(_WRITE_CALL_BYTES, self.segment_bytes - SEGMENT_HEADER_BYTES)):
-                segment = self.with_room(sum(job.length for job in group))
+            for group in _groups(pages, min(_WRITE_CALL_BYTES, self.segment_bytes - SEGMENT_HEADER_BYTES)):
+                segment = self.with_room(sum(page.length for page in group))
                 touched[segment.number] = segment
                 extents.extend(self._write_group(segment, group))
             for segment in touched.values():
@@ -111,18 +107,13 @@ class SegmentFiles:
             with contextlib.suppress(OSError):
                 segment.file.truncate(segment.size)
 
-    def _write_group(self, segment: Segment, jobs: list[WriteJob]) -> list[Extent]:
+    def _write_group(self, segment: Segment, pages: list[ReadyPage]) -> list[Extent]:
         extents: list[Extent] = []
-        arena, at = self._arena, segment.size
-        pages = [arena.writable(job.frame.offset, job.frame.size) for job in jobs]
-        try:
-            for page in pages:
-                extents.append(Extent(segment, at, len(page), checksum_of(page)))
-                at += len(page)
-            segment.file.writev(pages, segment.size)
-        finally:
-            for page in pages:
-                page.release()
+        at = segment.size
+        for page in pages:
+            extents.append(Extent(segment, at, page.length, page.header_sum))
+            at += page.length
+        segment.file.writev([page.view for page in pages], segment.size)
         segment.size = at
         return extents
 
@@ -182,14 +173,14 @@ class SegmentFiles:
             log.warning("segment %d could not be removed: %s", segment.number, error)
 
 
-def _groups(jobs: list[WriteJob], bytes_max: int) -> Iterator[list[WriteJob]]:
-    group: list[WriteJob] = []
+def _groups(pages: Sequence[ReadyPage], bytes_max: int) -> Iterator[list[ReadyPage]]:
+    group: list[ReadyPage] = []
     total = 0
-    for job in jobs:
-        if group and total + job.length > bytes_max:
+    for page in pages:
+        if group and total + page.length > bytes_max:
             yield group
             group, total = [], 0
-        group.append(job)
-        total += job.length
+        group.append(page)
+        total += page.length
     if group:
         yield group

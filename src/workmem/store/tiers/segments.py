@@ -53,6 +53,7 @@ class Segment:
         "file",
         "is_dropped",
         "is_sealed",
+        "is_whole_tier",
         "live_bytes",
         "number",
         "page_count",
@@ -73,6 +74,8 @@ class Segment:
         """Reads under way: the file stays open for them after it is unlinked."""
         self.is_sealed = False
         self.is_dropped = False
+        self.is_whole_tier = False
+        """It stands for a tier that keeps no segments: its pages leave one by one."""
 
 
 def segment_path(folder: Path, number: int) -> Path:

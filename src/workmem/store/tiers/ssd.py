@@ -13,9 +13,10 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
-from workmem.core.errors import IntegrityError
+from workmem.core.errors import ConfigError, IntegrityError
 from workmem.core.events import BoundReached, EventSink
 from workmem.policy.choose import EvictionName
+from workmem.store.codecs.contract import UnreadableError
 from workmem.store.device import BlockDevice
 from workmem.store.pool import Pool
 from workmem.store.ssd_index import SsdIndex
@@ -24,10 +25,12 @@ from workmem.store.tiers.entries import namespace_entry
 from workmem.store.tiers.folder import StoreFolder
 from workmem.store.tiers.free_space import KeepFree
 from workmem.store.tiers.journal import Journal, NamespaceEntry
+from workmem.store.tiers.page_forms import PageForms
 from workmem.store.tiers.replay import Replay
 from workmem.store.tiers.room import Room
 from workmem.store.tiers.segment_files import SegmentFiles
 from workmem.store.tiers.segments import SEGMENT_BYTES_MAX, SEGMENT_HEADER_BYTES, Extent
+from workmem.store.tiers.staging import Staging, release
 
 if TYPE_CHECKING:
     from workmem.store.tiers.journal import Record
@@ -50,6 +53,7 @@ class SsdTier:
         capacity_bytes: int,
         keep_free: KeepFree | None = None,
         eviction: EvictionName = "value",
+        forms: PageForms | None = None,
     ) -> None:
         self._folder = folder
         self._pool = pool
@@ -59,11 +63,21 @@ class SsdTier:
         segment_bytes = min(SEGMENT_BYTES_MAX, max(capacity_bytes // 8, 2 * SEGMENT_HEADER_BYTES))
         self.index = SsdIndex(pool.state, capacity_bytes, eviction)
         self.writes = WriteQueue(pool.state, self.index, capacity_bytes - 2 * segment_bytes)
-        self._files = SegmentFiles(folder, self.index, pool.state.arena, device, sink, segment_bytes)
+        self._files = SegmentFiles(folder, self.index, device, sink, segment_bytes)
+        self.forms = forms or PageForms()
+        self._staging = Staging(pool.state.arena, self.forms)
         self._room = Room(
-            folder, pool, self.index, self._files, sink, capacity_bytes, keep_free or KeepFree(), self._append
+            folder,
+            pool,
+            self.index,
+            self._files,
+            self.forms,
+            sink,
+            capacity_bytes,
+            keep_free or KeepFree(),
+            self._append,
         )
-        self._journal = Journal(device, folder.journal, folder.store_id)
+        self._journal = Journal(device, folder.journal, folder.store_id, folder.keyring)
         self._announced: set[int] = set()
         """Numbers of namespaces that the journal knows."""
 
@@ -93,6 +107,12 @@ class SsdTier:
     def _open(self) -> None:
         try:
             records = self._journal.open()
+        except UnreadableError as error:
+            # Starting empty would throw away what another key opens.
+            raise ConfigError(
+                f"$.store.ssd.key_file: the journal in {self._folder.path} does not open: {error}; "
+                "name the file of that key here or in store.ssd.older_key_files"
+            ) from error
         except IntegrityError as error:
             log.warning("ssd tier starts empty: %s", error)
             self._sink(BoundReached(name="store.ssd.journal", limit=0, detail=str(error)))
@@ -104,7 +124,7 @@ class SsdTier:
         self._files.open()
         self._pool.count("segments_left_out", self._files.left_out)
         self._replay(records)
-        if self._journal.is_broken:
+        if self._journal.is_broken or not self._folder.is_under_current_key:
             self._try_rewrite()
         for segment in list(self.index.segments.values()):
             if not segment.page_count:
@@ -136,6 +156,7 @@ class SsdTier:
     def _announce_all(self) -> None:
         records = self.index.snapshot()
         self._journal.rewrite(records)
+        self._folder.note_current_key()
         self.index.strikes.strikes_are_durable()
         # As written: one that was opened meanwhile, for a caller or by a purge, the journal does not know yet.
         self._announced = {entry.number for entry in records if isinstance(entry, NamespaceEntry)}
@@ -146,8 +167,12 @@ class SsdTier:
         """Make pages durable. Raises OSError with nothing acknowledged."""
         if self._journal.is_broken:
             self._announce_all()
-        self._room.make(sum(job.length for job in jobs))
-        extents = self._files.write(jobs)
+        pages = self._staging.ready(jobs)
+        try:
+            self._room.make(sum(page.length for page in pages))
+            extents = self._files.write(pages)
+        finally:
+            release(pages)
         self._append(self.writes.put_entries(jobs, extents))
         return extents
 
@@ -207,12 +232,13 @@ class SsdTier:
         """Whether what is written now will be found at the next start."""
         return self._folder.is_ours()
 
-    def close(self) -> None:
-        """Let go of all files."""
+    def close(self) -> bool:
+        """Let go of all files. True: nothing of the arena is in use."""
         for segment in self.index.segments.values():
             segment.file.close()
         self._journal.close()
         self._folder.close()
+        return True
 
     def _append(self, entries: Sequence[Record]) -> None:
         deletes = self.index.strikes.take_deletes()

@@ -12,7 +12,6 @@ from workmem.core.errors import ConfigError
 from workmem.core.layout import KVLayout
 from workmem.store.device import BlockDevice
 from workmem.store.tiers.journal import PutEntry
-from workmem.store.tiers.page_header import RAW
 from workmem.store.tools.folder_view import FolderView, SpaceView
 from workmem.store.tools.pages import PageReader
 from workmem.store.tools.stat import description
@@ -37,7 +36,7 @@ def export(
     """Write `pages` to `target` with `.npy`, and what they are to the same name with `.json`; returns both.
 
     Memory is that of one page. Raises IntegrityError at the first page that is damaged, OSError where disks
-    fail, ConfigError where there is nothing to export or it is stored encoded; files are then not left behind.
+    fail, ConfigError where there is nothing to export; files are then not left behind.
     """
     if not pages:
         raise ConfigError(f"namespace {space.root.hex()[:12]} has no pages to export")
@@ -73,12 +72,11 @@ def _write_array(
     with PageReader(view, device) as reader:
         for index, page in enumerate(pages):
             key = page.key.hex()
-            with reader.page(space, page) as (header, payload):
-                if header.codec != RAW:
-                    raise ConfigError(f"key {key[:12]}: its page is stored encoded and cannot be exported")
-                array[index] = np.frombuffer(payload, dtype).reshape(shape)
-                tokens = header.tokens
-            blocks.append({"key": key, "parent": page.parent.hex(), "depth": page.depth, "tokens": tokens})
+            header, payload = reader.page(space, page)
+            array[index] = np.frombuffer(payload, dtype).reshape(shape)
+            blocks.append(
+                {"key": key, "parent": page.parent.hex(), "depth": page.depth, "tokens": header.tokens}
+            )
     array.flush()
     return blocks
 

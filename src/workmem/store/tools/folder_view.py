@@ -17,8 +17,9 @@ import numpy as np
 
 from workmem.core.errors import ConfigError, IntegrityError
 from workmem.core.layout import Namespace
+from workmem.store.codecs.sealing import Keyring
 from workmem.store.device import Access, BlockDevice
-from workmem.store.tiers.folder import FORMAT_VERSION, FolderFormat
+from workmem.store.tiers.folder import FORMAT_VERSION, SEALED_VERSION, FolderFormat, require_key
 from workmem.store.tiers.journal import (
     DeleteEntry,
     DropEntry,
@@ -72,6 +73,8 @@ class FolderView(msgspec.Struct, frozen=True, eq=False):
     torn_bytes: int
     """Behind the last whole batch: a batch being written, or one that was cut short."""
     record_count: int
+    keyring: Keyring | None = None
+    """What opens its pages where they are sealed."""
 
     @property
     def page_count(self) -> int:
@@ -93,15 +96,18 @@ class FolderView(msgspec.Struct, frozen=True, eq=False):
         return any(other.root == space.root and other.pages.get(page.key) == page for other in self.spaces)
 
 
-def read_folder(path: Path, device: BlockDevice | None = None) -> FolderView:
+def read_folder(
+    path: Path, device: BlockDevice | None = None, *, keyring: Keyring | None = None
+) -> FolderView:
     """Read format, journal and the headers of the segments.
 
-    Raises ConfigError where `path` is no store of this version, IntegrityError where its journal is of
+    Raises ConfigError where `path` is no store of this version or `keyring` does not open it, IntegrityError where its journal is of
     another store or unreadable as such, OSError where the disk fails.
     """
     seen = ReadOnlyDevice(device)
-    store_id = _store_id(path)
-    journal = Journal(seen, path / "journal", store_id)
+    store_id, is_sealed = _store_id(path, keyring)
+    keyring = keyring if is_sealed else None
+    journal = Journal(seen, path / "journal", store_id, keyring)
     try:
         records = journal.open()
     finally:
@@ -117,6 +123,7 @@ def read_folder(path: Path, device: BlockDevice | None = None) -> FolderView:
         journal_bytes=journal.size,
         torn_bytes=journal.torn_bytes,
         record_count=journal.record_count,
+        keyring=keyring,
     )
 
 
@@ -136,7 +143,7 @@ def holder_of(path: Path) -> str:
         os.close(fd)
 
 
-def _store_id(path: Path) -> bytes:
+def _store_id(path: Path, keyring: Keyring | None) -> tuple[bytes, bool]:
     try:
         found = msgspec.json.decode((path / "FORMAT").read_bytes(), type=FolderFormat)
         store_id = bytes.fromhex(found.store_id)
@@ -146,9 +153,11 @@ def _store_id(path: Path) -> bytes:
         ) from None
     except (msgspec.DecodeError, ValueError) as error:
         raise ConfigError(f"{path / 'FORMAT'} is damaged ({error}); the store can only be removed") from error
-    if found.format != FORMAT_VERSION:
+    if found.format not in {FORMAT_VERSION, SEALED_VERSION}:
         raise ConfigError(f"{path} has format {found.format}, this program reads {FORMAT_VERSION}")
-    return store_id
+    if found.key_id:
+        require_key(path, found, keyring)
+    return store_id, bool(found.key_id)
 
 
 def _replay(records: list[Record]) -> tuple[list[SpaceView], list[bytes]]:

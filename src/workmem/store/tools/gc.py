@@ -10,9 +10,11 @@ import msgspec
 from workmem.core.clock import SystemClock
 from workmem.core.events import BlockQuarantined, Event
 from workmem.store.arena import Arena
+from workmem.store.codecs.sealing import Keyring
 from workmem.store.device import BlockDevice, HostDevice
 from workmem.store.pool import Pool
 from workmem.store.tiers.folder import StoreFolder
+from workmem.store.tiers.page_forms import PageForms
 from workmem.store.tiers.segments import SEGMENT_BYTES_MAX, segment_path
 from workmem.store.tiers.ssd import SsdTier
 from workmem.store.tools.folder_view import FolderView, read_folder
@@ -34,6 +36,8 @@ class Collected(msgspec.Struct, frozen=True):
 def collect(
     path: Path,
     device: BlockDevice | None = None,
+    *,
+    keyring: Keyring | None = None,
     on_read: Callable[[int], None] | None = None,
     on_segment: Callable[[int, int], None] | None = None,
 ) -> Collected:
@@ -44,19 +48,26 @@ def collect(
     a process has it open, OSError where the disk fails or is too full to write one segment.
     """
     used = device or HostDevice()
-    before = read_folder(path, used)
+    before = read_folder(path, used, keyring=keyring)
     damaged = 0
 
     def hear(event: Event) -> None:
         nonlocal damaged
         damaged += isinstance(event, BlockQuarantined)
 
-    folder = StoreFolder(str(path))
+    folder = StoreFolder(str(path), keyring)
     arena = Arena(_ARENA_BYTES)
     try:
         # Nothing is evicted: there is room for everything once more.
         room = 2 * _file_bytes(before) + 16 * SEGMENT_BYTES_MAX
-        tier = SsdTier(folder, Pool(arena, SystemClock(), hear), used, hear, room)
+        tier = SsdTier(
+            folder,
+            Pool(arena, SystemClock(), hear),
+            used,
+            hear,
+            room,
+            forms=PageForms(keyring=keyring),
+        )
         try:
             damage = verify(before, used, on_read).damage
             tier.open()
@@ -67,7 +78,7 @@ def collect(
     finally:
         folder.close()
         arena.close()
-    after = read_folder(path, used)
+    after = read_folder(path, used, keyring=keyring)
     return Collected(
         (_file_bytes(before), _file_bytes(after)),
         (before.journal_bytes, after.journal_bytes),

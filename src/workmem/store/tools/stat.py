@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import msgspec
 
 from workmem.core.layout import KVLayout, Namespace
+from workmem.store.codecs.choose import is_approximate
+from workmem.store.selector import shown_digest
 from workmem.store.tools.folder_view import FolderView, SpaceView
 
 PREFIX_DIGITS = 12
@@ -22,6 +22,8 @@ class SpaceStat(msgspec.Struct, frozen=True, kw_only=True):
     adapter: str
     epoch: int
     tenant: str
+    approximate: bool
+    """Its pages may have been rounded to take less room."""
     pages: int
     bytes: int
     """Bytes that its live pages take on disk."""
@@ -86,7 +88,7 @@ def stat_of(view: FolderView, *, show_names: bool) -> StoreStat:
 def space_stat(space: SpaceView, *, show_names: bool) -> SpaceStat:
     """One namespace."""
     namespace = space.namespace
-    shown = _as_it_is if show_names else _digest
+    shown = _as_it_is if show_names else shown_digest
     return SpaceStat(
         root=space.root.hex()[:PREFIX_DIGITS],
         layout=layout_text(namespace.layout),
@@ -94,6 +96,7 @@ def space_stat(space: SpaceView, *, show_names: bool) -> SpaceStat:
         adapter=shown(namespace.adapter),
         epoch=namespace.weights_epoch,
         tenant=shown(namespace.tenant_salt),
+        approximate=is_approximate(namespace.layout),
         pages=len(space.pages),
         bytes=sum(page.length for page in space.pages.values()),
     )
@@ -114,7 +117,7 @@ def description(namespace: Namespace, *, show_names: bool) -> dict[str, object]:
     fields: dict[str, object] = msgspec.to_builtins(namespace)
     if not show_names:
         for name in ("model_fingerprint", "adapter", "tenant_salt"):
-            fields[name] = _digest(str(fields[name]))
+            fields[name] = shown_digest(str(fields[name]))
     return fields
 
 
@@ -137,8 +140,3 @@ def _segments(view: FolderView) -> list[SegmentStat]:
 
 def _as_it_is(text: str) -> str:
     return text
-
-
-def _digest(text: str) -> str:
-    # A salt is a secret that may be short: the digest is for telling apart, and cut so that it tells no more.
-    return hashlib.sha256(b"workmem.shown\0" + text.encode()).hexdigest()[:8] if text else ""

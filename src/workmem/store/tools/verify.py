@@ -52,15 +52,16 @@ def verify(
     with PageReader(view, device) as reader:
         for page, space in pages:
             try:
-                with reader.page(space, page):
-                    verdict.pages += 1
-                    verdict.bytes += page.length
+                reader.check(space, page)
             except (IntegrityError, OSError) as error:
                 suspects.append((space, page, str(error)))
+            else:
+                verdict.pages += 1
+                verdict.bytes += page.length
             if on_read is not None:
                 on_read(page.length)
     if suspects:
-        _judge(verdict, suspects, read_folder(view.path, device))
+        _judge(verdict, suspects, read_folder(view.path, device, keyring=view.keyring))
     verdict.damage += _unused(view)
     return verdict
 

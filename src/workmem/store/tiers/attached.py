@@ -1,0 +1,215 @@
+"""A tier of the contract below the store: its pages are rows of the index, its writes the writer thread's.
+
+It stands where the ssd tier stands: same index, same eviction order, same breaker.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from workmem.core.errors import IntegrityError
+from workmem.core.keys import BlockKey
+from workmem.policy.choose import EvictionName
+from workmem.store.arena import ALIGNMENT_BYTES
+from workmem.store.catalog import Space
+from workmem.store.pool import Pool
+from workmem.store.ssd_index import SsdIndex
+from workmem.store.ssd_writes import WriteJob, WriteQueue
+from workmem.store.tiers.contract import (
+    CLOSE_S,
+    PUT_S,
+    ArenaMemory,
+    HeldPage,
+    Outcome,
+    PageName,
+    PageOut,
+    Tier,
+)
+from workmem.store.tiers.journal import DeleteEntry
+from workmem.store.tiers.page_forms import PageForms
+from workmem.store.tiers.page_header import checksum_of, identity_of
+from workmem.store.tiers.segments import Extent, Segment
+
+log = logging.getLogger(__name__)
+
+_BATCH_BYTES = 32 * 2**20
+_NO_BOUND = 1 << 60
+_PLACE = 1
+"""All pages lie in one place: where exactly is the tier's business."""
+
+
+class AttachedTier:
+    """See `tiers.ssd.SsdTier`, whose place it takes."""
+
+    def __init__(self, tier: Tier, pool: Pool, eviction: EvictionName = "value") -> None:
+        self.tier = tier
+        self.forms = PageForms()
+        self._pool = pool
+        # Until `open`, which is when a medium knows its size.
+        self.capacity_bytes = tier.usage().capacity_bytes or _NO_BOUND
+        self.index = SsdIndex(pool.state, self.capacity_bytes, eviction)
+        self.writes = WriteQueue(pool.state, self.index, self.capacity_bytes)
+        self.place = Segment(_PLACE, Path(), _NoFile(), 0)
+        self.place.is_whole_tier = True
+        self.index.segments[_PLACE] = self.place
+        self._roots: dict[int, bytes] = {}
+        """Of every namespace that has had a page here, by its number: strikes know it by that."""
+
+    @property
+    def batch_bytes(self) -> int:
+        """Most bytes to hand to one `write`."""
+        return min(_BATCH_BYTES, max(self.capacity_bytes // 4, 1))
+
+    def open(self) -> None:
+        """Take over what the tier holds from before. Raises OSError where it cannot be used."""
+        arena = self._pool.state.arena
+        held = self.tier.open(ArenaMemory(arena.base_address, arena.capacity_bytes))
+        by_space: dict[Space, list[int]] = {}
+        for page in held:
+            row = self._restore(page)
+            if row is not None:
+                by_space.setdefault(self._pool.state.catalog.space[row], []).append(row)
+        for space, rows in by_space.items():
+            self.index.restore(space, rows)
+
+    def write(self, jobs: list[WriteJob]) -> list[Extent | None]:
+        """Have pages kept. None stands for one that was refused. Raises OSError with nothing acknowledged."""
+        self._strike()
+        self._make_room(sum(job.length for job in jobs))
+        arena = self._pool.state.arena
+        frames = [arena.writable(job.frame.offset, job.frame.size) for job in jobs]
+        try:
+            out = [self._out(job, frame) for job, frame in zip(jobs, frames, strict=True)]
+            outcomes = gather(len(out), lambda done: self.tier.put(out, done))
+        finally:
+            for frame in frames:
+                frame.release()
+        if Outcome.FAILED in outcomes:
+            # Those that were kept are put again: that is DONE at once.
+            raise OSError(errno.EIO, f"{outcomes.count(Outcome.FAILED)} of {len(jobs)} pages were not kept")
+        return [
+            Extent(self.place, 0, page.about.length, page.about.header_sum)
+            if outcome is Outcome.DONE
+            else None
+            for page, outcome in zip(out, outcomes, strict=True)
+        ]
+
+    def tend(self) -> None:
+        """Pass on what left. Raises OSError where the tier fails to drop it."""
+        self._strike()
+
+    def probe(self) -> None:
+        """Do something that does no harm. Raises OSError while the tier refuses."""
+        self._drop([PageName(bytes(32), bytes(32))])
+
+    def folder_is_ours(self) -> bool:
+        """There is no folder to be lost."""
+        return True
+
+    def close(self) -> bool:
+        """Let go of the tier. False where it may still touch the arena."""
+        ended = self.tier.close(CLOSE_S)
+        if not ended:
+            log.warning("the tier below dram did not end in %g s; the arena's memory is kept", CLOSE_S)
+        return ended
+
+    def _restore(self, page: HeldPage) -> int | None:
+        if page.namespace.root() != page.name.root:
+            return None
+        space, _ = self._pool.add_space(page.namespace)
+        if page.length != space.frame_bytes or BlockKey(page.name.key) in space.rows:
+            return None
+        self._roots[space.number] = space.root
+        catalog = self._pool.state.catalog
+        with self._pool.state.outbox:
+            row = catalog.add(space, BlockKey(page.name.key), page.parent, page.depth)
+            catalog.segment[row], catalog.offset[row] = _PLACE, 0
+            catalog.length[row], catalog.header_sum[row] = page.length // ALIGNMENT_BYTES, page.header_sum
+        return row
+
+    def _out(self, job: WriteJob, frame: memoryview) -> PageOut:
+        space = job.space
+        self._roots[space.number] = space.root
+        key, parent, depth = identity_of(frame)
+        name = PageName(space.root, bytes(key))
+        about = HeldPage(name, space.namespace, parent, depth, len(frame), checksum_of(frame))
+        return PageOut(about, frame.toreadonly())
+
+    def _make_room(self, need: int) -> None:
+        over = self.index.live_bytes + need - self.capacity_bytes
+        if over > 0:
+            self.index.evict(over)
+            self._strike()
+
+    def _strike(self) -> None:
+        """Have the tier drop what left, before anything newer is put under the same names."""
+        strikes = self.index.strikes
+        entries = strikes.take_deletes()
+        names = [
+            PageName(self._roots[entry.number], bytes(entry.key))
+            for entry in entries
+            if isinstance(entry, DeleteEntry) and entry.number in self._roots
+        ]
+        try:
+            self._drop(names)
+        except BaseException:
+            # Whatever it was: a purge that is forgotten leaves pages behind.
+            strikes.return_deletes(entries)
+            raise
+        strikes.strikes_are_durable()
+
+    def _drop(self, names: Sequence[PageName]) -> None:
+        if names and Outcome.FAILED in gather(len(names), lambda done: self.tier.drop(names, done)):
+            raise OSError(errno.EIO, "the tier failed to drop pages")
+
+
+def gather(count: int, call: Callable[[Callable[[int, Outcome], None]], None]) -> list[Outcome]:
+    """Run a batch and wait until all of it is done; what is not within PUT_S has failed."""
+    outcomes: list[Outcome | None] = [None] * count
+    left, lock, ended = [count], threading.Lock(), threading.Event()
+
+    def done(index: int, outcome: Outcome) -> None:
+        with lock:
+            if outcomes[index] is None:
+                outcomes[index] = outcome
+                left[0] -= 1
+                if not left[0]:
+                    ended.set()
+
+    try:
+        call(done)
+    except Exception as error:  # plugin boundary: a tier is other people's code
+        log.exception("a tier raised instead of answering")
+        raise OSError(errno.EIO, f"the tier raised {error!r}") from error
+    ended.wait(PUT_S)
+    with lock:
+        return [outcome or Outcome.FAILED for outcome in outcomes]
+
+
+class _NoFile:
+    """The pages of an attached tier lie in no file of ours."""
+
+    is_direct = False
+
+    def readv(self, buffers: Sequence[memoryview], offset: int) -> None:
+        del buffers, offset
+        raise IntegrityError("a page of an attached tier was asked for as if it lay in a segment")
+
+    def writev(self, buffers: Sequence[memoryview], offset: int) -> None:
+        self.readv(buffers, offset)
+
+    def sync(self) -> None:
+        pass
+
+    def size(self) -> int:
+        return 0
+
+    def truncate(self, size: int) -> None:
+        del size
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,197 @@
+"""Pages put from and read into a caller's memory: copied once, checked on the way, with a compiler and without."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import xxhash
+
+from workmem.core.errors import IntegrityError, InvariantError
+from workmem.core.layout import KVLayout
+from workmem.core.outcomes import MissReason
+from workmem.store import copying
+from workmem.store.contract import SaveState
+from workmem.store.copying import PageCopy, native_copy, use_native_copy
+from workmem.testing.pages import SLICED, SMALL, Chain, namespace, page_bytes, read_all
+
+pytestmark = pytest.mark.timeout(60)
+LAYOUTS = [SMALL, SLICED, KVLayout(dtype="bf16", layers=30, kv_heads=3, head_dim=64)]
+
+
+@pytest.fixture(params=["native", "numpy"])
+def way(request, monkeypatch, tmp_path_factory):
+    monkeypatch.setattr(copying._Process, "copy", None)
+    if request.param == "native":
+        assert use_native_copy(tmp_path_factory.getbasetemp()), "these tests need the C compiler that CI has"
+    return request.param
+
+
+def given(chain: Chain):
+    return [(chain.block(index), page_bytes(key, chain.space.layout)) for index, key in enumerate(chain.keys)]
+
+
+def test_a_machine_without_a_compiler_goes_on_without(monkeypatch, tmp_path):
+    monkeypatch.setattr(copying._Process, "copy", None)
+    monkeypatch.setattr(copying, "find_compiler", lambda: None)
+    assert not use_native_copy(tmp_path)
+    monkeypatch.setattr(copying, "find_compiler", lambda: "/nowhere/cc")
+    assert not use_native_copy(tmp_path)
+    assert native_copy() is None
+
+
+def test_code_that_makes_wrong_sums_is_not_used(monkeypatch, tmp_path):
+    source = tmp_path / "page_copy.c"
+    source.write_text(copying._SOURCE.read_text().replace("0x165667919E3779F9ull", "0x165667919E3779FBull"))
+    monkeypatch.setattr(copying._Process, "copy", None)
+    monkeypatch.setattr(copying, "_SOURCE", source)
+    assert not use_native_copy(tmp_path)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["4K", "192K", "360K"])
+def test_a_copy_is_exact_and_its_sums_are_those_of_xxhash(way, layout):
+    rng = np.random.default_rng(7)
+    source = rng.integers(0, 256, layout.page_bytes, dtype=np.uint8)
+    backing = np.zeros(layout.page_bytes + 64, dtype=np.uint8)
+    for shift in (0, 1, 32):
+        target = backing[shift : shift + layout.page_bytes]
+        backing[:] = 0
+        sums = PageCopy(layout).writing(source)(memoryview(target))
+        assert np.array_equal(target, source)
+        spans = [layout.slice_span(index) for index in range(layout.slice_count)]
+        assert sums == tuple(xxhash.xxh3_64_intdigest(source[start:end]) for start, end in spans)
+        assert not backing[:shift].any()
+        assert not backing[shift + layout.page_bytes :].any()
+
+
+@pytest.mark.parametrize("layout", [SMALL, SLICED], ids=["4K", "192K"])
+def test_what_was_put_is_there_on_return_and_reads_back(way, kit, layout):
+    store = kit.open(dram="4MiB", ssd=0)
+    chain = Chain(namespace(layout=layout), 6)
+    store.register(chain.space)
+    assert store.put(chain.root, given(chain)) == [SaveState.STORED] * 6
+    assert len(chain.tiers(store)) == 6
+    assert read_all(store, chain.root, chain.keys) == 6
+    lease = store.lease(chain.root, chain.keys, owner="t", ttl_s=10)
+    into = np.zeros(layout.page_bytes, dtype=np.uint8)
+    for index, key in enumerate(chain.keys):
+        PageCopy(layout).read(lease, index, into)
+        assert bytes(into) == page_bytes(key, layout)
+    lease.release()
+    assert store.put(chain.root, given(chain)) == [SaveState.ALREADY_THERE] * 6
+
+
+def test_what_was_put_survives_a_restart(kit):
+    store = kit.open()
+    chain = Chain(namespace(layout=SLICED), 4)
+    store.register(chain.space)
+    store.put(chain.root, given(chain))
+    assert store.flush(20)
+    store.close()
+    again = kit.open()
+    again.register(chain.space)
+    assert read_all(again, chain.root, chain.keys) == 4
+
+
+def test_a_byte_changed_in_dram_is_found_by_the_reader_and_taken_out_of_service(way, kit):
+    store = kit.open(dram="4MiB", ssd=0)
+    chain = Chain(namespace(layout=SLICED), 3)
+    store.register(chain.space)
+    store.put(chain.root, given(chain))
+    lease = store.lease(chain.root, chain.keys, owner="t", ttl_s=10)
+    frame = lease.frames[1]
+    assert frame is not None
+    with store.arena.writable(frame.offset + frame.size - 5000, 1) as byte:
+        byte[0] ^= 4
+    copy, into = PageCopy(SLICED), bytearray(SLICED.page_bytes)
+    copy.read(lease, 0, into)
+    with pytest.raises(IntegrityError, match="out of service"):
+        copy.read(lease, 1, into)
+    lease.release()
+    found = store.lookup(chain.root, chain.keys)
+    assert (found.blocks, found.reason) == (1, MissReason.CORRUPT)
+    assert store.put(chain.root, given(chain)) == [
+        SaveState.ALREADY_THERE,
+        SaveState.STORED,
+        SaveState.ALREADY_THERE,
+    ]
+
+
+def test_a_page_of_another_length_is_refused_with_both_lengths(kit):
+    store = kit.open(ssd=0)
+    chain = Chain(namespace(), 1)
+    store.register(chain.space)
+    with pytest.raises(InvariantError, match=r"4096 contiguous bytes, not uint8\[4095\]"):
+        store.put(chain.root, [(chain.block(0), bytes(4095))])
+    strided = np.zeros(2 * SMALL.page_bytes, dtype=np.uint8)[::2]
+    with pytest.raises(InvariantError, match="contiguous"):
+        store.put(chain.root, [(chain.block(0), strided)])
+    assert chain.tiers(store) == ()
+    assert store.gauges()["store_dram_used_bytes"] == 0
+    store.close()
+    with pytest.raises(InvariantError, match="closed"):
+        store.put(chain.root, given(chain))
+
+
+def test_put_into_a_dram_that_is_all_held_is_dropped(kit):
+    store = kit.open(dram="64KiB", ssd=0)
+    chain, other = Chain(namespace(), 8), Chain(namespace("other"), 3)
+    store.register(chain.space)
+    store.register(other.space)
+    assert store.put(chain.root, given(chain)) == [SaveState.STORED] * 8
+    lease = store.lease(chain.root, chain.keys, owner="t", ttl_s=10)
+    assert store.put(other.root, given(other)) == [SaveState.DROPPED] * 3
+    assert "store.dram.frames" in kit.names()
+    lease.release()
+    assert store.put(other.root, given(other)) == [SaveState.STORED] * 3
+
+
+def test_a_block_given_twice_in_one_go_is_stored_once(kit):
+    store = kit.open(ssd=0)
+    chain = Chain(namespace(), 2)
+    store.register(chain.space)
+    pages = given(chain)
+    states = store.put(chain.root, [pages[0], pages[0], pages[1]])
+    assert states == [SaveState.STORED, SaveState.ALREADY_THERE, SaveState.STORED]
+    assert read_all(store, chain.root, chain.keys) == 2
+
+
+def test_pages_saved_together_take_the_lock_a_few_times(kit):
+    store = kit.open(dram="32MiB", ssd=0)
+    chain = Chain(namespace(), 64)
+    store.register(chain.space)
+    outbox = store.pool.state.outbox
+    taken = 0
+    lock = outbox.lock
+
+    class Counting:
+        def acquire(self):
+            nonlocal taken
+            taken += 1
+            return lock.acquire()
+
+        def release(self):
+            lock.release()
+
+    outbox.lock = Counting()
+    store.put(chain.root, given(chain))
+    outbox.lock = lock
+    assert taken < 20
+    assert len(chain.tiers(store)) == 64
+
+
+def test_a_batch_that_cannot_begin_gives_back_what_it_took(kit, monkeypatch):
+    store = kit.open(ssd=0)
+    chain = Chain(namespace(), 6)
+    store.register(chain.space)
+    begin, calls = store.pool.state.reserve, iter(range(10))
+
+    def reserve(size):
+        if next(calls) == 3:
+            raise MemoryError
+        return begin(size)
+
+    monkeypatch.setattr(store.pool.state, "reserve", reserve)
+    with pytest.raises(MemoryError):
+        store.put(chain.root, given(chain))
+    assert store.gauges()["store_dram_used_bytes"] == 0
+    assert store.put(chain.root, given(chain)) == [SaveState.STORED] * 6

@@ -64,9 +64,10 @@ static void multiply(const product *p, int is_bf16, const float *x, int64_t widt
     for (int64_t at = begin; at < end; at += BLOCK) {
         int count = (int)least(end - at, BLOCK);
         const char *w = p->weight + at * row_bytes;
-        for (int64_t r = 0; r < rows; r += DOTS_INPUTS)
-            dots(w, row_bytes, ahead, count, x + r * width, width, (int)least(rows - r, DOTS_INPUTS), is_bf16,
-                 found + r * BLOCK, BLOCK);
+        for (int64_t r = 0, n; r < rows; r += n) {
+            n = dots_inputs(rows - r);
+            dots(w, row_bytes, ahead, count, x + r * width, width, (int)n, is_bf16, found + r * BLOCK, BLOCK);
+        }
         for (int64_t r = 0; r < rows; r++)
             for (int i = 0; i < count; i++) {
                 float value = found[r * BLOCK + i] + (p->bias ? p->bias[at + i] : 0.0f);

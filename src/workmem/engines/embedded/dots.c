@@ -28,8 +28,8 @@ static inline __attribute__((always_inline)) void dots_of(const char *w, int64_t
                                                           int64_t width, int m, int n, int is_bf16, float *out,
                                                           int64_t out_step) {
     const int size = is_bf16 ? 2 : 4, line = LINE_BYTES / size;
-    lanes total[16];
-#pragma GCC unroll 16
+    lanes total[12];
+#pragma GCC unroll 12
     for (int i = 0; i < m * n; i++) total[i] = (lanes){0};
     int64_t d = 0;
     for (; d + line <= width; d += line) {
@@ -38,12 +38,17 @@ static inline __attribute__((always_inline)) void dots_of(const char *w, int64_t
 #pragma GCC unroll 4
         for (int at = 0; at < line; at += LANES) {
             lanes in[DOTS_INPUTS];
-#pragma GCC unroll 4
-            for (int j = 0; j < n; j++) in[j] = *(const lanes *)(x + j * width + d + at);
+#pragma GCC unroll 3
+            for (int j = 0; j < n; j++) {
+                in[j] = *(const lanes *)(x + j * width + d + at);
+#ifdef __AVX2__ /* kept in its register: read again for every row, inputs would cost more than the products */
+                __asm__("" : "+x"(in[j]));
+#endif
+            }
 #pragma GCC unroll 8
             for (int i = 0; i < m; i++) {
                 lanes wide = widen_lanes(w + i * row_bytes + (d + at) * size, is_bf16);
-#pragma GCC unroll 4
+#pragma GCC unroll 3
                 for (int j = 0; j < n; j++) total[i * n + j] = fused(wide, in[j], total[i * n + j]);
             }
         }
@@ -52,16 +57,16 @@ static inline __attribute__((always_inline)) void dots_of(const char *w, int64_t
 #pragma GCC unroll 8
         for (int i = 0; i < m; i++) {
             lanes wide = widen_lanes(w + i * row_bytes + d * size, is_bf16);
-#pragma GCC unroll 4
+#pragma GCC unroll 3
             for (int j = 0; j < n; j++) total[i * n + j] = fused(wide, *(const lanes *)(x + j * width + d), total[i * n + j]);
         }
-    float sum[16];
+    float sum[12];
     if (m * n == 1) sum[0] = sum_lanes(total[0]);
-#pragma GCC unroll 4
+#pragma GCC unroll 3
     for (int i = 0; i + 4 <= m * n; i += 4) sum_four(total[i], total[i + 1], total[i + 2], total[i + 3], sum + i);
 #pragma GCC unroll 8
     for (int i = 0; i < m; i++)
-#pragma GCC unroll 4
+#pragma GCC unroll 3
         for (int j = 0; j < n; j++) {
             float rest = d < width ? dot_rest(w + i * row_bytes + d * size, x + j * width + d, width - d, is_bf16) : 0.0f;
             out[j * out_step + i] = sum[i * n + j] + rest;
@@ -77,21 +82,19 @@ DOTS(dots_1_1_bf16, 1, 1, 1)
 DOTS(dots_8_1_bf16, 8, 1, 1)
 DOTS(dots_4_2_bf16, 4, 2, 1)
 DOTS(dots_4_3_bf16, 4, 3, 1)
-DOTS(dots_2_4_bf16, 2, 4, 1)
 DOTS(dots_1_1_fp32, 1, 1, 0)
 DOTS(dots_8_1_fp32, 8, 1, 0)
 DOTS(dots_4_2_fp32, 4, 2, 0)
 DOTS(dots_4_3_fp32, 4, 3, 0)
-DOTS(dots_2_4_fp32, 2, 4, 0)
 
 typedef void kernel(const char *w, int64_t row_bytes, int64_t ahead, const float *x, int64_t width, float *out,
                     int64_t out_step);
 
 /* By the number of inputs; how many rows each takes keeps the multipliers busy and fits the registers. */
-static const int ROWS_AT_ONCE[DOTS_INPUTS + 1] = {1, 8, 4, 4, 2};
+static const int ROWS_AT_ONCE[DOTS_INPUTS + 1] = {1, 8, 4, 4};
 static kernel *const KERNELS[2][DOTS_INPUTS + 1] = {
-    {dots_1_1_fp32, dots_8_1_fp32, dots_4_2_fp32, dots_4_3_fp32, dots_2_4_fp32},
-    {dots_1_1_bf16, dots_8_1_bf16, dots_4_2_bf16, dots_4_3_bf16, dots_2_4_bf16},
+    {dots_1_1_fp32, dots_8_1_fp32, dots_4_2_fp32, dots_4_3_fp32},
+    {dots_1_1_bf16, dots_8_1_bf16, dots_4_2_bf16, dots_4_3_bf16},
 };
 
 void dots(const char *w, int64_t row_bytes, int64_t ahead, int count, const float *x, int64_t width, int n, int is_bf16,

@@ -14,7 +14,7 @@
 #define BLOCK_MAX 64
 #define LANES 8
 #define LINE_BYTES 64
-#define DOTS_INPUTS 4
+#define DOTS_INPUTS 3
 
 #define INTERNAL __attribute__((visibility("hidden")))
 
@@ -90,6 +90,11 @@ static inline void store_row(const float *from, int is_bf16, int64_t count, char
  * `ahead` bytes further on is read next, and fetched already. */
 INTERNAL void dots(const char *w, int64_t row_bytes, int64_t ahead, int count, const float *x, int64_t width, int n,
                    int is_bf16, float *out, int64_t out_step);
+
+/* How many of `left` inputs go into the next call of `dots`: three are fastest, and two pairs beat three and one. */
+static inline int dots_inputs(int64_t left) {
+    return left < DOTS_INPUTS ? (int)left : left == DOTS_INPUTS + 1 ? 2 : DOTS_INPUTS;
+}
 
 /* All heads of one query row [heads][dim] over tokens [begin, end), into out[heads][dim + 2]: the weighted sum of
  * values, the largest score, the sum of weights. */

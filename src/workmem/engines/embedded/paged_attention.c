@@ -58,7 +58,7 @@ static inline void turn(const char *source, int64_t step, int is_bf16, float *ou
 static inline __attribute__((always_inline)) void weigh_of(const float *weight, const float *shrink, const char *value,
                                                            int64_t row_bytes, int64_t ahead, int count, int dim, int n,
                                                            int is_bf16, float *out) {
-    const int size = is_bf16 ? 2 : 4, wide = n == 1 ? 8 : n == 4 ? 2 : 4; /* vectors of a head held at once */
+    const int size = is_bf16 ? 2 : 4, wide = n == 1 ? 8 : 4; /* vectors of a head held at once */
     int d = 0;
     for (; d + wide * LANES <= dim; d += wide * LANES) {
         lanes total[12];
@@ -93,9 +93,7 @@ static void weigh(const float *weight, const float *shrink, const char *value, i
     case 4: weigh_of(weight, shrink, value, row_bytes, ahead, count, dim, 2, 0, out); break;
     case 5: weigh_of(weight, shrink, value, row_bytes, ahead, count, dim, 2, 1, out); break;
     case 6: weigh_of(weight, shrink, value, row_bytes, ahead, count, dim, 3, 0, out); break;
-    case 7: weigh_of(weight, shrink, value, row_bytes, ahead, count, dim, 3, 1, out); break;
-    case 8: weigh_of(weight, shrink, value, row_bytes, ahead, count, dim, 4, 0, out); break;
-    default: weigh_of(weight, shrink, value, row_bytes, ahead, count, dim, 4, 1, out);
+    default: weigh_of(weight, shrink, value, row_bytes, ahead, count, dim, 3, 1, out);
     }
 }
 
@@ -132,8 +130,9 @@ void attend_split(const float *q, const int64_t *pages, int64_t begin, int64_t e
         int64_t ahead = at + s->block_tokens < end ? this[1] - this[0] : 0;
         for (int kv = 0; kv < s->kv_heads; kv++) {
             const char *head = (const char *)(intptr_t)this[0] + kv * head_bytes;
-            for (int g = 0; g < s->group; g += DOTS_INPUTS) {
-                int n = s->group - g < DOTS_INPUTS ? s->group - g : DOTS_INPUTS, h = kv * s->group + g;
+            for (int g = 0, n; g < s->group; g += n) {
+                int h = kv * s->group + g;
+                n = dots_inputs(s->group - g);
                 float *to = out + h * slot;
                 dots(head + s->k_offset, row_bytes, ahead, count, q + (int64_t)h * dim, dim, n, s->is_bf16, score, BLOCK_MAX);
                 for (int i = 0; i < n; i++)

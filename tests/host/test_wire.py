@@ -16,11 +16,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from workmem.core.keys import BlockKey
-from workmem.core.outcomes import MissReason
+from workmem.core.outcomes import MissReason, TierName
 from workmem.store.contract import BlockId, SaveState
-from workmem.store.host import messages, wire
+from workmem.store.host import messages, steering, wire
 from workmem.store.host.client import HostStore
 from workmem.store.host.wire import PREFIX, ErrorCode, Kind, Malformed, Refused
+from workmem.store.selector import PurgeSelector
 from workmem.testing.pages import SMALL, Chain, namespace, read_all
 from workmem.testing.waiting import wait_until
 
@@ -95,6 +96,13 @@ def bodies() -> dict[Kind, bytes]:
         Kind.FLUSH: messages.pack_seconds(0.0),
         Kind.GAUGES: b"",
         Kind.AUDIT: b"",
+        Kind.PURGE: messages.pack_purge(PurgeSelector(tenant="nobody"), is_rehearsal=True),
+        Kind.SCRUB: messages.pack_scrub(2**30),
+        Kind.PIN: steering.pack_said(steering.PinHead(CHAIN.root, "owner", "pin", 0.1), CHAIN.keys),
+        Kind.UNPIN: steering.pack_said(steering.UnpinHead("owner", "pin")),
+        Kind.ANNOUNCE: steering.pack_said(steering.AnnounceHead(CHAIN.root, 1), CHAIN.keys),
+        Kind.BIND: steering.pack_said(steering.BindHead(CHAIN.root, "group"), CHAIN.keys),
+        Kind.QUOTA: steering.pack_said(steering.QuotaHead("nobody", TierName.DRAM, 0, None)),
         Kind.GOODBYE: b"",
     }
 
@@ -245,7 +253,8 @@ def test_lease_replies_survive_the_wire(pages, reason, number):
 )
 def test_reservations_survive_the_wire(blocks):
     made = [BlockId(BlockKey(key), key[::-1], (1, 2, 3, 4), depth) for key, depth in blocks]
-    assert messages.unpack_reserve(memoryview(messages.pack_reserve(b"r" * 32, made)), 4) == made
+    body = memoryview(messages.pack_reserve(b"r" * 32, made, "research"))
+    assert messages.unpack_reserve(body, 4) == (made, "research")
     states = [SaveState.STORED, None, SaveState.DROPPED, *[None] * (len(blocks) - 1)]
     reserved = messages.unpack_reserved(
         memoryview(messages.pack_reserved(4, 2.0, states, list(range(len(states))))), len(states)

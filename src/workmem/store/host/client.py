@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import msgspec
 
-from workmem.core.errors import CapacityError, InvariantError, TransferError
+from workmem.core.errors import CapacityError, ClientError, InvariantError, TransferError
 from workmem.core.events import EventSink, TierStateChanged, discard
 from workmem.core.keys import KEY_BYTES, BlockKey
 from workmem.core.layout import Namespace
@@ -31,6 +31,8 @@ from workmem.store.host.lease import HostLease
 from workmem.store.host.link import Link
 from workmem.store.host.place import folder_identity
 from workmem.store.host.saver import HostSaver
+from workmem.store.host.steering import Head, pack_said
+from workmem.store.host.steering_client import RemoteSteering
 from workmem.store.host.wire import KEYS_MAX, ErrorCode, Kind, Refused
 from workmem.store.selector import Purged, PurgeSelector
 
@@ -43,7 +45,7 @@ SCRUB_CALL_S = 60.0
 _FLUSH_PAUSE_S = 0.02
 
 
-class HostStore:
+class HostStore(RemoteSteering):
     """`KVStore` over the server at `path`. A context manager; `close` ends its threads.
 
     With `attaches` the first connection is made here, and TransferError raised when there is none, or where
@@ -169,6 +171,26 @@ class HostStore:
                     f"a block has {space.layout.block_tokens} tokens here, not {len(block.tokens)}"
                 )
         self._saver.put(space, pages)
+
+    def say(self, kind: Kind, head: Head, keys: Sequence[BlockKey] = (), *, root: bytes = b"") -> memoryview:
+        """See `RemoteSteering.say`."""
+        if root:
+            self._space(root)
+        if len(keys) > KEYS_MAX:
+            raise ClientError(f"{len(keys)} blocks in one call; at most {KEYS_MAX} are told of", param="keys")
+        link = self._usable_link()
+        if link is None:
+            raise TransferError(f"no server at {self._path}")
+        try:
+            return link.ask(kind, pack_said(head, keys))
+        except Refused as error:
+            if error.code is ErrorCode.CLIENT:
+                raise ClientError(str(error)) from error
+            self._failed(root, error)
+            raise
+        except TransferError:
+            self._keeper.nudge()
+            raise
 
     def dram_capacity_bytes(self) -> int:
         """See `KVStore.dram_capacity_bytes`. As the server last said."""

@@ -29,6 +29,7 @@ from workmem.store.host.wire import (
     TIER_CODE,
     TIERS,
     VERSION,
+    WORKFLOW_BYTES_MAX,
     ErrorCode,
     Malformed,
     Refused,
@@ -183,7 +184,7 @@ def unpack_lookup(body: memoryview) -> tuple[bytes, tuple[BlockKey, ...]]:
     """(root, keys) of a LOOKUP, whose body is the root and then the keys."""
     if len(body) < KEY_BYTES:
         raise Malformed("a lookup without a root")
-    return bytes(body[:KEY_BYTES]), _keys(body[KEY_BYTES:])
+    return bytes(body[:KEY_BYTES]), unpack_keys(body[KEY_BYTES:])
 
 
 def pack_found(reason: MissReason | None, tiers: Sequence[TierName]) -> bytes:
@@ -220,7 +221,7 @@ def unpack_lease(body: memoryview) -> tuple[bytes, float, str, tuple[BlockKey, .
     start = _LEASE.size + size
     if start > len(body) or not 0 < ttl_s < 1e9:
         raise Malformed(f"a lease request for {ttl_s} s by an owner of {size} bytes")
-    return root, ttl_s, bytes(body[_LEASE.size : start]).decode(errors="replace"), _keys(body[start:])
+    return root, ttl_s, bytes(body[_LEASE.size : start]).decode(errors="replace"), unpack_keys(body[start:])
 
 
 def pack_leased(
@@ -297,27 +298,32 @@ def unpack_quarantine(body: memoryview) -> tuple[int, int]:
     return lease, index
 
 
-def pack_reserve(root: bytes, blocks: Sequence[BlockId]) -> bytes:
-    """Body of RESERVE: identities, with the tokens of each."""
-    parts = [root]
+def pack_reserve(root: bytes, blocks: Sequence[BlockId], workflow: str = "") -> bytes:
+    """Body of RESERVE: for which workflow, and identities, with the tokens of each."""
+    name = workflow.encode()[:WORKFLOW_BYTES_MAX]
+    parts = [root, bytes([len(name)]), name]
     for block in blocks:
         parts.append(_BLOCK.pack(block.key, block.parent, block.depth))
         parts.append(struct.pack(f"<{len(block.tokens)}I", *block.tokens))
     return b"".join(parts)
 
 
-def unpack_reserve(body: memoryview, block_tokens: int) -> list[BlockId]:
-    """The blocks of a RESERVE, whose root `root_of` told."""
+def unpack_reserve(body: memoryview, block_tokens: int) -> tuple[list[BlockId], str]:
+    """(blocks, workflow) of a RESERVE, whose root `root_of` told."""
     size = _BLOCK.size + 4 * block_tokens
-    count, rest = divmod(len(body) - KEY_BYTES, size)
+    first = KEY_BYTES + 1
+    if len(body) >= first:
+        first += body[KEY_BYTES]
+    workflow = bytes(body[KEY_BYTES + 1 : first]).decode(errors="replace")
+    count, rest = divmod(len(body) - first, size)
     if rest or not 0 < count <= PAGES_MAX:
         raise Malformed(f"a reservation of {len(body)} bytes for blocks of {block_tokens} tokens")
     blocks: list[BlockId] = []
-    for start in range(KEY_BYTES, len(body), size):
+    for start in range(first, len(body), size):
         key, parent, depth = _BLOCK.unpack_from(body, start)
         tokens = struct.unpack_from(f"<{block_tokens}I", body, start + _BLOCK.size)
         blocks.append(BlockId(BlockKey(key), parent, tokens, depth))
-    return blocks
+    return blocks, workflow
 
 
 def root_of(body: memoryview) -> bytes:
@@ -431,7 +437,8 @@ def unpack_settled(body: memoryview) -> tuple[int, int, MissReason | None]:
     return lease, ready, _code(REASONS, failed)
 
 
-def _keys(blob: memoryview) -> tuple[BlockKey, ...]:
+def unpack_keys(blob: memoryview) -> tuple[BlockKey, ...]:
+    """The keys of a blob."""
     count, rest = divmod(len(blob), KEY_BYTES)
     if rest or count > KEYS_MAX:
         raise Malformed(f"keys of {len(blob)} bytes")

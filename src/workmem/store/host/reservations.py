@@ -58,7 +58,7 @@ class Reservations:
         return len(self._stranded)
 
     def reserve(
-        self, space: Space, blocks: Sequence[BlockId], wait_s: float
+        self, space: Space, blocks: Sequence[BlockId], wait_s: float, workflow: str = ""
     ) -> tuple[int, list[SaveState | None], list[int]]:
         """Frames for `blocks`: (id of the first, how each ended at once or None, offsets in the arena).
 
@@ -75,7 +75,8 @@ class Reservations:
                 self._refuse()
                 begun = SaveState.DROPPED
             else:
-                begun = self._pool.begin_save(space, block, max(0.0, until - self._clock.monotonic()))
+                left = max(0.0, until - self._clock.monotonic())
+                begun = self._pool.begin_save(space, block, left, workflow)
             if isinstance(begun, SaveState):
                 states.append(begun)
                 offsets.append(0)

@@ -33,6 +33,11 @@ class _Job(msgspec.Struct, frozen=True):
     refused: bool
     """The queue was full; told so on the saver's thread, as promised."""
 
+    @property
+    def kin(self) -> tuple[bytes, str, bool]:
+        """What jobs that go in one message have in common."""
+        return self.space.root, self.page.workflow, self.refused
+
 
 class _Filled(msgspec.Struct, frozen=True):
     id: int
@@ -124,7 +129,7 @@ class HostSaver:
             batch: list[_Job] = []
             queue = self._queue
             while queue and len(batch) < self._batch_pages(queue[0].space):
-                if batch and (queue[0].space is not batch[0].space or queue[0].refused != batch[0].refused):
+                if batch and queue[0].kin != batch[0].kin:
                     break
                 batch.append(queue.popleft())
             self._waiting -= sum(not job.refused for job in batch)
@@ -146,7 +151,7 @@ class HostSaver:
 
         link = self._attached()
         began = time.monotonic()
-        body = messages.pack_reserve(space.root, [page.block for page in pages])
+        body = messages.pack_reserve(space.root, [page.block for page in pages], pages[0].workflow)
         reserved = messages.unpack_reserved(link.ask(Kind.RESERVE, body), len(pages))
         filled: list[_Filled] = []
         for index, page in enumerate(pages):

@@ -28,6 +28,7 @@ from workmem.store.host.channel import Channel, Disconnected
 from workmem.store.host.peer import Peer
 from workmem.store.host.place import folder_identity
 from workmem.store.host.reservations import Reservations
+from workmem.store.host.steering import Steered
 from workmem.store.host.upkeep import Upkeep
 from workmem.store.host.wire import PREFIX, TIER_CODE, VERSION, ErrorCode, Kind, Malformed, Refused
 from workmem.store.lease import PageLease
@@ -101,7 +102,9 @@ class Session:
             Kind.RESERVE: self._reserve,
             Kind.COMMIT: self._commit,
             Kind.ABORT: self._abort,
-        } | Upkeep(hosted.store, hosted.census).answers
+            **Upkeep(hosted.store, hosted.census).answers,
+            **Steered(hosted.store, self._space).answers,
+        }
 
     @property
     def lease_count(self) -> int:
@@ -285,8 +288,8 @@ class Session:
 
     def _reserve(self, body: memoryview) -> bytes:
         space = self._space(messages.root_of(body))
-        blocks = messages.unpack_reserve(body, space.layout.block_tokens)
-        first, states, offsets = self.reservations.reserve(space, blocks, _ROOM_WAIT_S)
+        blocks, workflow = messages.unpack_reserve(body, space.layout.block_tokens)
+        first, states, offsets = self.reservations.reserve(space, blocks, _ROOM_WAIT_S, workflow)
         return messages.pack_reserved(first, self._hosted.limits.reservation_s, states, offsets)
 
     def _commit(self, body: memoryview) -> bytes:

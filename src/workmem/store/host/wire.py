@@ -26,6 +26,7 @@ KEYS_MAX = 1 << 17
 PAGES_MAX = 256
 """Of a reservation in one message."""
 OWNER_BYTES_MAX = 200
+WORKFLOW_BYTES_MAX = 255
 DEPTH_MAX = 2**32 - 1
 
 
@@ -68,6 +69,11 @@ class Kind(IntEnum):
     """A reply."""
     PURGE = 17
     SCRUB = 18
+    PIN = 19
+    UNPIN = 20
+    ANNOUNCE = 21
+    BIND = 22
+    QUOTA = 23
 
 
 class ErrorCode(IntEnum):
@@ -81,6 +87,8 @@ class ErrorCode(IntEnum):
     UNREGISTERED = 5
     MALFORMED = 6
     UNAVAILABLE = 7
+    CLIENT = 8
+    """What was asked cannot be done, whoever asks."""
 
 
 REASONS: tuple[MissReason | None, ...] = (

@@ -185,10 +185,10 @@ def test_a_batch_that_cannot_begin_gives_back_what_it_took(kit, monkeypatch):
     store.register(chain.space)
     begin, calls = store.pool.state.reserve, iter(range(10))
 
-    def reserve(size):
+    def reserve(size, group):
         if next(calls) == 3:
             raise MemoryError
-        return begin(size)
+        return begin(size, group)
 
     monkeypatch.setattr(store.pool.state, "reserve", reserve)
     with pytest.raises(MemoryError):

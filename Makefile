@@ -47,7 +47,7 @@ bench-restart: model ## Time to first token: cold, vram, dram, ssd after a resta
 .PHONY: test
 test: check model ## All checks and all tests
 	$(STEP) 'tests'
-	@$(BIN)/python -m pytest -n 2 $(TESTS) $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist worksteal $(TESTS) $(ARGS)
 
 .PHONY: test-upstreams
 test-upstreams: $(VENV)/.stamp-test model ## Upstream mode before real servers that you have (docs/guides/upstreams.md)

@@ -11,9 +11,9 @@ from workmem.demo.runs import AgentRun, airline_runs
 
 
 def short_run() -> AgentRun:
-    """A conversation of a few hundred tokens: a piece of the policy, and two turns."""
+    """A conversation of some two hundred tokens: a piece of the policy, and two turns."""
     recorded = airline_runs()[1].messages
-    policy = {"role": "system", "content": recorded[0]["content"][:900]}
+    policy = {"role": "system", "content": recorded[0]["content"][:400]}
     return AgentRun("short", (policy, *recorded[1:5]))
 
 

@@ -92,7 +92,8 @@ def make(folder: Path, count: int) -> dict[str, Any]:
     from workmem.store.arena import align  # noqa: PLC0415
     from workmem.store.device import HostDevice  # noqa: PLC0415
     from workmem.store.tiers.folder import StoreFolder  # noqa: PLC0415
-    from workmem.store.tiers.journal import Entry, Journal, NamespaceEntry, PutEntry  # noqa: PLC0415
+    from workmem.store.tiers.journal import Journal  # noqa: PLC0415
+    from workmem.store.tiers.journal_records import Entry, NamespaceEntry, PutEntry  # noqa: PLC0415
     from workmem.store.tiers.page_header import header_bytes  # noqa: PLC0415
     from workmem.store.tiers.segments import (  # noqa: PLC0415
         SEGMENT_BYTES_MAX,

@@ -11,7 +11,7 @@ import pytest
 
 from workmem.core.errors import ConfigError
 from workmem.store import residents, saver, saving
-from workmem.store.tiers import journal, page_header, segment_files
+from workmem.store.tiers import journal, journal_records, page_header, segment_files
 from workmem.testing.pages import Chain, namespace, read_all, settle
 
 pytestmark = pytest.mark.timeout(120)
@@ -24,7 +24,7 @@ class Allocations:
         self._lock = threading.Lock()
         self.count = 0
         self.fail_at = 0
-        for module in (residents, saver, saving, journal, page_header, segment_files):
+        for module in (residents, saver, saving, journal, journal_records, page_header, segment_files):
             for name, make in (("bytes", bytes), ("bytearray", bytearray)):
                 patch.setattr(module, name, self._counted(make), raising=False)
         # What has no constructor to be caught at: the journal's records and batches.

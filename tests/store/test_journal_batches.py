@@ -7,7 +7,8 @@ import pytest
 
 from workmem.store.device import HostDevice
 from workmem.store.tiers import journal
-from workmem.store.tiers.journal import PUTS, Journal, NamespaceEntry, count_records
+from workmem.store.tiers.journal import Journal
+from workmem.store.tiers.journal_records import PUTS, NamespaceEntry, count_records
 
 
 @pytest.mark.parametrize("arrays", [0, 1, 7])

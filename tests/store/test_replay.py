@@ -11,8 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workmem.store.catalog import Catalog, Space
-from workmem.store.tiers import journal
-from workmem.store.tiers.journal import PUTS, DeleteEntry, DropEntry, NamespaceEntry, PutEntry, decode, encode
+from workmem.store.tiers import journal, journal_records
+from workmem.store.tiers.journal_records import (
+    PUTS,
+    DeleteEntry,
+    DropEntry,
+    NamespaceEntry,
+    PutEntry,
+    decode,
+    encode,
+)
 from workmem.store.tiers.replay import Replay
 from workmem.testing.pages import Chain, namespace, read_all
 
@@ -97,7 +105,7 @@ def test_puts_side_by_side_are_what_single_ones_are():
     (found,) = decode(encode(entry))
     assert isinstance(found, np.ndarray)
     assert found.dtype == PUTS
-    assert PUTS.itemsize == journal._PUT.size
+    assert PUTS.itemsize == journal_records._PUT.size
     assert encode(found) == encode(entry)
 
 

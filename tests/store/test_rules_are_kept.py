@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from workmem.store.tiers import journal, page_header, segments
+from workmem.store.tiers import journal, journal_records, page_header, segments
 
 ROOT = Path(__file__).parents[2]
 RULES = (ROOT / "docs" / "internals" / "buffer-rules.md").read_text(encoding="utf-8")
@@ -43,9 +43,9 @@ def test_bounds_named_by_the_page_are_those_of_the_code():
 
 
 def test_sizes_in_the_format_page_are_those_of_the_code():
-    assert f"| 2 put | {journal._PUT.size} |" in FORMAT
-    assert f"| 3 delete | {journal._DELETE.size} |" in FORMAT
-    assert f"| 1 namespace | {journal._NAMESPACE.size} + J |" in FORMAT
+    assert f"| 2 put | {journal_records._PUT.size} |" in FORMAT
+    assert f"| 3 delete | {journal_records._DELETE.size} |" in FORMAT
+    assert f"| 1 namespace | {journal_records._NAMESPACE.size} + J |" in FORMAT
     assert f"| {journal._FILE.size} | | batches |" in FORMAT
     assert f"| {journal._BATCH.size} | | records |" in FORMAT
     assert f"| {page_header._FIXED.size} | 4 T | token ids |" in FORMAT

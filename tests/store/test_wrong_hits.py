@@ -29,7 +29,7 @@ from workmem.store.contract import BlockId, PageWrite, SaveState
 from workmem.store.device import HostDevice
 from workmem.store.saver import fill
 from workmem.store.store import Store
-from workmem.store.tiers import journal
+from workmem.store.tiers import journal, journal_records
 from workmem.store.tiers.page_check import Expected, check_header, check_slices
 from workmem.store.tiers.page_header import checksum_of
 from workmem.testing.faulty_device import FaultPlan, FaultyDevice
@@ -209,7 +209,7 @@ def _refile(disk: Disk, changed: Namespace) -> None:
     file.rewrite(
         [
             msgspec.structs.replace(record, **fields)
-            if isinstance(record, journal.NamespaceEntry)
+            if isinstance(record, journal_records.NamespaceEntry)
             else record
             for record in records
         ]

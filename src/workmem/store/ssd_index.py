@@ -33,7 +33,7 @@ from workmem.store.tiers.page_check import Expected
 from workmem.store.tiers.segments import Extent, Segment
 
 if TYPE_CHECKING:
-    from workmem.store.tiers.journal import Record
+    from workmem.store.tiers.journal_records import Record
 
 
 class StoredPage(msgspec.Struct, frozen=True, eq=False):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from workmem.store.catalog import Space
 from workmem.store.outbox import Outbox
-from workmem.store.tiers.journal import DeleteEntry, DropEntry, Entry
+from workmem.store.tiers.journal_records import DeleteEntry, DropEntry, Entry
 from workmem.store.tiers.segments import Segment
 
 

@@ -15,7 +15,7 @@ from workmem.store.frames import Frame
 from workmem.store.residents import Residents
 from workmem.store.ssd_index import SsdIndex
 from workmem.store.tiers.entries import put_entry
-from workmem.store.tiers.journal import Entry
+from workmem.store.tiers.journal_records import Entry
 from workmem.store.tiers.page_header import identity_of
 from workmem.store.tiers.segments import Extent
 

@@ -8,8 +8,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import msgspec
-
 from workmem.core.clock import Clock, SystemClock
 from workmem.core.errors import InvariantError
 from workmem.core.events import EventSink, discard
@@ -26,17 +24,17 @@ from workmem.store.config import StoreConfig
 from workmem.store.contract import BlockId, PageWrite, PinResult, SaveState
 from workmem.store.copying import Bytes
 from workmem.store.device import BlockDevice, HostDevice
-from workmem.store.frames import FrameState
 from workmem.store.lease import PageLease
 from workmem.store.pool import Pool
 from workmem.store.reader import ReaderThreads
+from workmem.store.readings import readings
 from workmem.store.saver import SaverThread
 from workmem.store.saving import NewPage, save_pages
 from workmem.store.scrub_source import SsdScrubSource
 from workmem.store.scrubber import Scrubber, ScrubThread
 from workmem.store.selector import Purged
 from workmem.store.ssd_index import StoredPage
-from workmem.store.steering import PinDesk, QuotaDesk, ghost_gauges, set_quotas
+from workmem.store.steering import PinDesk, QuotaDesk, set_quotas
 from workmem.store.ticker import TickerThread
 from workmem.store.tiers.attached import AttachedTier
 from workmem.store.tiers.attached_reader import AttachedReader
@@ -277,51 +275,9 @@ class Store:
 
     def gauges(self) -> dict[str, float]:
         """See `KVStore.gauges`."""
-        pool, frames = self._pool.state, self._pool.state.frames
-        readings: dict[str, float] = {
-            "store_dram_capacity_bytes": frames.capacity_bytes,
-            "store_dram_used_bytes": frames.used_bytes,
-            "store_dram_fragmented_bytes": frames.fragmented_bytes,
-            "store_dram_pages": len(pool.order),
-            "store_dram_resident_bytes": frames.ledger[FrameState.RESIDENT],
-            "store_dram_quarantined_bytes": frames.ledger[FrameState.QUARANTINED],
-            "store_dram_held_skips_total": pool.order.held_skips,
-            "store_save_queue_pages": self._saver.depth,
-            "store_unwritten_pages": len(pool.unwritten),
-        }
-        readings |= {f"store_{name}_total": pool.counts[name] for name in _COUNTERS}
-        readings |= {
-            "store_pins": len(self._pins),
-            "store_life_groups": pool.care.group_count,
-        }
-        readings |= ghost_gauges(TierName.DRAM, pool.ghosts) | self._quotas.gauges()
-        if isinstance(self._tier, AttachedTier):
-            usage, index = self._tier.tier.usage(), self._tier.index
-            readings |= {
-                "store_below_capacity_bytes": usage.capacity_bytes,
-                "store_below_used_bytes": usage.used_bytes,
-                "store_below_pages": index.page_count,
-                "store_below_error": float(self._breaker.writes_open or self._breaker.reads_open),
-                "store_below_read_errors_total": self._breaker.read_errors,
-                "store_below_write_errors_total": self._breaker.write_errors,
-            }
-        elif self._tier is not None:
-            index = self._tier.index
-            readings |= {
-                "store_ssd_capacity_bytes": self._tier.capacity_bytes,
-                "store_ssd_used_bytes": index.file_bytes,
-                "store_ssd_live_bytes": index.live_bytes,
-                "store_ssd_pages": index.page_count,
-                "store_ssd_approximate": float(self._tier.forms.is_approximate),
-                "store_ssd_sealed": float(self._tier.forms.seals),
-                "store_ssd_error": float(self._breaker.writes_open or self._breaker.reads_open),
-                "store_ssd_read_errors_total": self._breaker.read_errors,
-                "store_ssd_write_errors_total": self._breaker.write_errors,
-            } | ghost_gauges(TierName.SSD, index.ghosts)
-        if self._scrubber is not None:
-            counts = msgspec.structs.asdict(self._scrubber.counts)
-            readings |= {f"store_scrubbed_{name}_total": count for name, count in counts.items()}
-        return readings
+        counts = None if self._scrubber is None else self._scrubber.counts
+        told = readings(self._pool, self._tier, self._breaker, self._saver.depth, counts)
+        return told | {"store_pins": len(self._pins)} | self._quotas.gauges()
 
     def close(self) -> None:
         """See `KVStore.close`."""
@@ -374,27 +330,3 @@ class Store:
             self._pool.state.audit()
             if self._tier is not None:
                 self._tier.index.audit()
-
-
-_COUNTERS = (
-    "saves",
-    "saved_bytes",
-    "saves_dropped",
-    "leases",
-    "leases_expired",
-    "leases_refused",
-    "dram_evictions",
-    "dram_moved_bytes",
-    "ssd_evictions",
-    "quarantines",
-    "promoted",
-    "promoted_bytes",
-    "ssd_written_bytes",
-    "ssd_plain_bytes",
-    "ssd_moved_bytes",
-    "ssd_unreadable",
-    "ssd_writes_failed",
-    "writes_given_up",
-    "pins_demoted",
-    "pins_expired",
-)

@@ -29,7 +29,7 @@ from workmem.store.tiers.contract import (
     PageOut,
     Tier,
 )
-from workmem.store.tiers.journal import DeleteEntry
+from workmem.store.tiers.journal_records import DeleteEntry
 from workmem.store.tiers.page_forms import PageForms
 from workmem.store.tiers.page_header import checksum_of, identity_of
 from workmem.store.tiers.segments import Extent, Segment

@@ -10,13 +10,14 @@ import numpy as np
 
 from workmem.store.arena import ALIGNMENT_BYTES
 from workmem.store.catalog import NO_SEGMENT, Catalog, Space
-from workmem.store.tiers.journal import PUTS, REWRITE_RECORDS, NamespaceEntry, PutEntry
+from workmem.store.tiers.journal import REWRITE_RECORDS
+from workmem.store.tiers.journal_records import PUTS, NamespaceEntry, PutEntry
 from workmem.store.tiers.segments import SEGMENT_HEADER_BYTES, Extent
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from workmem.store.tiers.journal import Record
+    from workmem.store.tiers.journal_records import Record
 
 
 def put_entry(space: Space, key: bytes, parent: bytes, depth: int, extent: Extent) -> PutEntry:

@@ -18,13 +18,13 @@ from workmem.core.layout import Namespace
 from workmem.core.outcomes import MissReason
 from workmem.store.arena import ALIGNMENT_BYTES
 from workmem.store.catalog import NO_SEGMENT, UNKNOWN_PARENT, Catalog, Space
-from workmem.store.tiers.journal import DeleteEntry, DropEntry, NamespaceEntry
+from workmem.store.tiers.journal_records import DeleteEntry, DropEntry, NamespaceEntry
 from workmem.store.tiers.segments import SEGMENT_HEADER_BYTES
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from workmem.store.tiers.journal import Record
+    from workmem.store.tiers.journal_records import Record
 
 
 class Replay:

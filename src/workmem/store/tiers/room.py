@@ -24,7 +24,7 @@ from workmem.store.tiers.segment_files import SegmentFiles
 from workmem.store.tiers.segments import SEGMENT_HEADER_BYTES, Extent, Segment
 
 if TYPE_CHECKING:
-    from workmem.store.tiers.journal import Record
+    from workmem.store.tiers.journal_records import Record
 
 
 class Room:

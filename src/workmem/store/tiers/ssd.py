@@ -24,7 +24,8 @@ from workmem.store.ssd_writes import WriteJob, WriteQueue
 from workmem.store.tiers.entries import namespace_entry
 from workmem.store.tiers.folder import StoreFolder
 from workmem.store.tiers.free_space import KeepFree
-from workmem.store.tiers.journal import Journal, NamespaceEntry
+from workmem.store.tiers.journal import Journal
+from workmem.store.tiers.journal_records import NamespaceEntry
 from workmem.store.tiers.page_forms import PageForms
 from workmem.store.tiers.replay import Replay
 from workmem.store.tiers.room import Room
@@ -33,7 +34,7 @@ from workmem.store.tiers.segments import SEGMENT_BYTES_MAX, SEGMENT_HEADER_BYTES
 from workmem.store.tiers.staging import Staging, release
 
 if TYPE_CHECKING:
-    from workmem.store.tiers.journal import Record
+    from workmem.store.tiers.journal_records import Record
 
 log = logging.getLogger(__name__)
 

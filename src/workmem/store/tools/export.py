@@ -11,7 +11,7 @@ import numpy as np
 from workmem.core.errors import ConfigError
 from workmem.core.layout import KVLayout
 from workmem.store.device import BlockDevice
-from workmem.store.tiers.journal import PutEntry
+from workmem.store.tiers.journal_records import PutEntry
 from workmem.store.tools.folder_view import FolderView, SpaceView
 from workmem.store.tools.pages import PageReader
 from workmem.store.tools.stat import description

@@ -20,13 +20,8 @@ from workmem.core.layout import Namespace
 from workmem.store.codecs.sealing import Keyring
 from workmem.store.device import Access, BlockDevice
 from workmem.store.tiers.folder import FORMAT_VERSION, SEALED_VERSION, FolderFormat, require_key
-from workmem.store.tiers.journal import (
-    DeleteEntry,
-    DropEntry,
-    Journal,
-    NamespaceEntry,
-    PutEntry,
-)
+from workmem.store.tiers.journal import Journal
+from workmem.store.tiers.journal_records import DeleteEntry, DropEntry, NamespaceEntry, PutEntry
 from workmem.store.tiers.segments import (
     SEGMENT_HEADER_BYTES,
     check_segment_header,
@@ -36,7 +31,7 @@ from workmem.store.tiers.segments import (
 from workmem.store.tools.read_only import ReadOnlyDevice
 
 if TYPE_CHECKING:
-    from workmem.store.tiers.journal import Record
+    from workmem.store.tiers.journal_records import Record
 
 
 class SpaceView(msgspec.Struct, frozen=True, eq=False):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 
 from workmem.core.errors import ConfigError
-from workmem.store.tiers.journal import PutEntry
+from workmem.store.tiers.journal_records import PutEntry
 from workmem.store.tools.folder_view import FolderView, SpaceView
 
 

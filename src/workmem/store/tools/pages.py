@@ -9,7 +9,7 @@ from typing import Self
 from workmem.core.errors import IntegrityError
 from workmem.store.arena import align
 from workmem.store.device import Access, BlockDevice, DeviceFile
-from workmem.store.tiers.journal import PutEntry
+from workmem.store.tiers.journal_records import PutEntry
 from workmem.store.tiers.page_check import Expected
 from workmem.store.tiers.page_forms import PageForms
 from workmem.store.tiers.page_header import PageHeader, header_bytes, unpack

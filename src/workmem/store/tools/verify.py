@@ -8,7 +8,7 @@ import msgspec
 
 from workmem.core.errors import IntegrityError
 from workmem.store.device import BlockDevice
-from workmem.store.tiers.journal import PutEntry
+from workmem.store.tiers.journal_records import PutEntry
 from workmem.store.tools.folder_view import FolderView, SpaceView, read_folder
 from workmem.store.tools.pages import PageReader
 from workmem.store.tools.stat import PREFIX_DIGITS

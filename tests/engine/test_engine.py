@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -26,6 +26,7 @@ from workmem.core.keys import block_keys
 from workmem.core.outcomes import MissReason
 from workmem.gateway.replies import usage_body
 from workmem.store.config import DramConfig, SsdConfig, StoreConfig
+from workmem.store.contract import PageWrite
 from workmem.store.store import Store
 from workmem.testing.tiny_models import KINDS, build_model
 
@@ -133,6 +134,28 @@ def test_tenants_never_share(bench: Make) -> None:
         assert (await world.ask(prompt(64), caller=Caller(tenant="a"))).cached == 48
 
     asyncio.run(run())
+
+
+def test_pages_are_saved_in_the_name_of_the_workflow_that_had_them_computed(
+    bench: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = bench()
+    assert world.store is not None
+    save, workflows = world.store.save, []
+
+    def noted(root: bytes, pages: Sequence[PageWrite]) -> None:
+        workflows.extend(page.workflow for page in pages)
+        save(root, pages)
+
+    monkeypatch.setattr(world.store, "save", noted)
+
+    async def run() -> None:
+        await world.ask(prompt(64), caller=Caller(tenant="a", workflow="nightly"))
+        await world.ask(prompt(64, seed=2), caller=Caller(tenant="a"))
+
+    asyncio.run(run())
+    assert set(workflows) == {"nightly", ""}
+    assert workflows == sorted(workflows, reverse=True)
 
 
 def test_reuse_off_computes_all_and_leaves_nothing(bench: Make) -> None:

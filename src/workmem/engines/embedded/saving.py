@@ -59,6 +59,7 @@ class PageSaver:
                     ),
                     copy_into=functools.partial(self._copy, block),
                     done=functools.partial(self._saved, seq, block),
+                    workflow=seq.request.caller.workflow,
                 )
             )
         seq.named = max(seq.named, complete)

@@ -16,6 +16,7 @@ from workmem.store.contract import PageWrite, PinResult
 from workmem.store.host import steering
 from workmem.store.host.steering import AnnounceHead, BindHead, PinHead, QuotaHead, UnpinHead
 from workmem.store.host.wire import Malformed
+from workmem.store.steering import label_of
 from workmem.testing.pages import SMALL, Chain, namespace
 from workmem.testing.waiting import wait_until
 
@@ -61,12 +62,12 @@ def test_groups_uses_and_quotas_reach_the_store(host):
     client.set_quota("acme", TierName.DRAM, ceiling_bytes=512 * 2**10)
     client.set_quota("acme/research", TierName.DRAM, floor_bytes=64 * 2**10)
     found = client.gauges()
-    assert found["store_dram_quota_acme_ceiling_bytes"] == 512 * 2**10
+    assert found[f"store_dram_quota_{label_of('acme')}_ceiling_bytes"] == 512 * 2**10
     study = Chain(mine, 3, seed=9)
     pages = [PageWrite(page.block, page.copy_into, page.done, "research") for page in study.writes()]
     client.save(study.root, pages)
     assert client.flush(20)
-    used = client.gauges()["store_dram_quota_acme/research_used_bytes"]
+    used = client.gauges()[f"store_dram_quota_{label_of('acme/research')}_used_bytes"]
     assert used == 3 * (SMALL.page_bytes + 4096)
 
 

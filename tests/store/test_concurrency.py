@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 import threading
 import time
@@ -148,6 +149,17 @@ def test_arena_on_a_file_is_shared_memory_with_one_owner(tmp_path):
     arena.close()
     with pytest.raises(ConfigError, match=r"\$\.store\.dram\.bytes"):
         Arena(100)
+
+
+def test_arena_on_a_file_is_its_users_own(tmp_path, monkeypatch):
+    place = tmp_path / "arena"
+    place.touch(0o666)
+    place.chmod(0o666)
+    Arena(64 * 1024, str(place)).close()
+    assert place.stat().st_mode & 0o777 == 0o600
+    monkeypatch.setattr(os, "geteuid", lambda: place.stat().st_uid + 1)
+    with pytest.raises(ConfigError, match="another user"):
+        Arena(64 * 1024, str(place))
 
 
 def test_warming_leaves_bytes_alone():

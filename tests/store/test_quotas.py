@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -15,8 +16,10 @@ from workmem.core.errors import CapacityError, ClientError, ConfigError
 from workmem.core.layout import Namespace
 from workmem.core.outcomes import TierName
 from workmem.policy.order import Prospect
+from workmem.store import catalog
 from workmem.store.config import DramConfig, PinsConfig, QuotaConfig, SsdConfig, StoreConfig
 from workmem.store.contract import PageWrite, SaveState
+from workmem.store.steering import label_of
 from workmem.store.store import Store
 from workmem.testing.pages import SMALL, Chain, read_all
 
@@ -36,7 +39,7 @@ def save_for(store: Store, chain: Chain, workflow: str) -> None:
 
 
 def used(store: Store, group: str, tier: str = "dram") -> float:
-    return store.gauges()[f"store_{tier}_quota_{group}_used_bytes"]
+    return store.gauges()[f"store_{tier}_quota_{label_of(group)}_used_bytes"]
 
 
 def test_group_past_its_ceiling_makes_room_from_its_own(kit):
@@ -72,6 +75,30 @@ def test_workflow_has_a_quota_of_its_own(kit):
     assert len(chat.tiers(store)) == 4
 
 
+def test_readings_do_not_name_tenants_and_tell_groups_apart(kit):
+    groups = ("acme", "acme/nightly", "acme_nightly", "/nightly")
+    store = kit.open(
+        ssd="1MiB", dram="256KiB", quotas=dict.fromkeys(groups, QuotaConfig(dram_ceiling=4 * FRAME))
+    )
+    chain_of("acme", 2).save(store)
+    names = [name for name in store.gauges() if "_quota_" in name and name.endswith("_used_bytes")]
+    assert len({re.sub(r"\W", "_", name) for name in names}) == len(groups)
+    assert not [name for name in store.gauges() if "acme" in name or "nightly" in name]
+
+
+def test_a_new_workflow_with_every_request_takes_no_quota_from_others(kit, monkeypatch):
+    monkeypatch.setattr(catalog, "WORKFLOWS_MAX", 8)
+    monkeypatch.setattr(catalog, "QUOTA_WORKFLOWS", 4, raising=False)
+    quotas = {"t/early": QuotaConfig(dram_ceiling=4 * FRAME)}
+    store = kit.open(ssd=0, dram="256KiB", quotas=quotas)
+    for seed in range(12):
+        save_for(store, chain_of("t", 1, 100 + seed), f"request-{seed}")
+    store.set_quota("t/late", IN_DRAM, ceiling_bytes=4 * FRAME)
+    for group in ("early", "late"):
+        save_for(store, chain_of("t", 2, len(group)), group)
+        assert used(store, f"t/{group}") == 2 * FRAME
+
+
 def test_save_that_a_quota_forbids_is_dropped_with_an_event(kit):
     store = kit.open(ssd=0, dram="256KiB", quotas={"t": QuotaConfig(dram_ceiling=2 * FRAME)})
     chain = chain_of("t", 2)
@@ -98,7 +125,7 @@ def test_quota_set_while_the_store_runs_holds_at_once(kit):
     store.set_quota("t", IN_DRAM)
     store.set_quota("t", ON_SSD)
     chain_of("t", 8, seed=7).save(store)
-    assert "store_dram_quota_t_used_bytes" not in store.gauges()
+    assert f"store_dram_quota_{label_of('t')}_used_bytes" not in store.gauges()
 
 
 def test_ssd_keeps_ceilings_and_floors_over_a_restart(kit):

@@ -10,6 +10,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import stat
 from pathlib import Path
 
 from workmem.core.errors import ConfigError
@@ -109,6 +110,9 @@ def _open_backing(path: str) -> int:
         fd = os.open(target, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ConfigError(f"$.store.dram.path: cannot open {target}: {error.strerror}") from error
+    if os.fstat(fd).st_uid != os.geteuid():
+        os.close(fd)
+        raise ConfigError(f"$.store.dram.path: {target} belongs to another user; name another")
     try:
         # Two owners of one file would write each other's frames.
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -117,4 +121,7 @@ def _open_backing(path: str) -> int:
         raise ConfigError(
             f"$.store.dram.path: {target} is in use by another process; name another"
         ) from error
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        # A file that was there may be open to all, and prompts are about to lie in it.
+        os.fchmod(fd, 0o600)
     return fd

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 GHOSTS_MAX = 1 << 17
 """Keys remembered per namespace after they left, to tell "evicted" from "never seen"."""
 WORKFLOWS_MAX = 65_535
+"""That can be told apart: what fits into a column."""
+QUOTA_WORKFLOWS = 4_096
+"""Of them, kept for those that get a quota: clients may well name a new workflow with every request."""
 NO_SEGMENT = 0
 """In `Catalog.segment`: the block has no page on ssd. Segment numbers begin at 1."""
 IS_BACK = 2
@@ -136,11 +139,11 @@ class Catalog:
     def __len__(self) -> int:
         return len(self.key) - len(self._free)
 
-    def workflow_number(self, name: str) -> int:
+    def workflow_number(self, name: str, *, has_quota: bool = False) -> int:
         """A number for a workflow; 0, that of none, once there are more than a column can tell apart."""
         number = self._workflow_numbers.get(name)
         if number is None:
-            if len(self._workflows) > WORKFLOWS_MAX:
+            if len(self._workflows) > WORKFLOWS_MAX - (0 if has_quota else QUOTA_WORKFLOWS):
                 return 0
             number = self._workflow_numbers[name] = len(self._workflows)
             self._workflows.append(name)

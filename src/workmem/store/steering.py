@@ -22,6 +22,7 @@ from workmem.store.catalog import NO_SEGMENT, Space
 from workmem.store.config import QuotaConfig
 from workmem.store.contract import PinResult
 from workmem.store.residents import Residents
+from workmem.store.selector import shown_digest
 from workmem.store.ssd_index import SsdIndex
 
 PINS_MAX = 4096
@@ -160,6 +161,8 @@ class QuotaDesk:
             raise ClientError(text, param="tier")
         try:
             with self._state.outbox:
+                if quota != NO_QUOTA and "/" in group:
+                    self._state.catalog.workflow_number(group.partition("/")[2], has_quota=True)
                 if tier is TierName.DRAM or self._index is None:
                     self._state.set_quota(group, quota)
                 else:
@@ -178,12 +181,17 @@ class QuotaDesk:
                 continue
             readings[f"store_{tier}_quota_groups"] = len(shares.quotas)
             for group, quota in shares.quotas.items():
-                name = f"store_{tier}_quota_{group or 'others'}"
+                name = f"store_{tier}_quota_{label_of(group)}"
                 readings[f"{name}_used_bytes"] = shares.ledger.used(group)
                 readings[f"{name}_floor_bytes"] = quota.floor_bytes
                 if quota.ceiling_bytes is not None:
                     readings[f"{name}_ceiling_bytes"] = quota.ceiling_bytes
         return readings
+
+
+def label_of(group: str) -> str:
+    """A group in the name of a reading: who may read those need not learn who the tenants are (`store stat`)."""
+    return "_".join(map(shown_digest, group.split("/", 1))) if group else "others"
 
 
 def set_quotas(desk: QuotaDesk, quotas: Mapping[str, QuotaConfig], tier: TierName) -> None:

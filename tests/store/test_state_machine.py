@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import shutil
 import tempfile
@@ -121,6 +122,31 @@ class StoreMachine(RuleBasedStateMachine):
             lease.release()
         self.held.clear()
         self.store.close()
+        self.open()
+        for chain, blocks in durable:
+            assert self.store.lookup(chain.root, chain.keys).blocks >= blocks
+
+    @rule(settled=st.booleans())
+    @precondition(lambda self: len(self.held) < 4)
+    def crash(self, *, settled: bool) -> None:
+        """As a kill would leave it: what counts is what lay on disk at one moment, and nothing is closed."""
+        if settled:
+            assert self.store.flush(20)
+        durable = [(chain, self.on_ssd(chain)) for chain in CHAINS] if settled else []
+        left = self.folder / "left"
+        (left / "segments").mkdir(parents=True)
+        # The journal first: what it names was in the segments before, as it is at a kill.
+        for name in ("FORMAT", "journal"):
+            shutil.copy(self.folder / "store" / name, left / name)
+        for segment in sorted((self.folder / "store" / "segments").iterdir()):
+            with contextlib.suppress(FileNotFoundError):
+                shutil.copy(segment, left / "segments")
+        for lease in self.held:
+            lease.release()
+        self.held.clear()
+        self.store.close()
+        shutil.rmtree(self.folder / "store")
+        left.rename(self.folder / "store")
         self.open()
         for chain, blocks in durable:
             assert self.store.lookup(chain.root, chain.keys).blocks >= blocks

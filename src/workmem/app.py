@@ -22,6 +22,7 @@ from workmem.index.history import PromptHistory
 from workmem.store.codecs.settings import page_codec
 from workmem.store.config import StoreConfig
 from workmem.store.contract import KVStore
+from workmem.store.copying import use_native_copy
 from workmem.store.host.client import HostStore
 from workmem.store.host.place import is_served
 from workmem.store.host.server import HostServer
@@ -64,6 +65,8 @@ def open_app(config: Config, *, cache_dir: Path, progress: Progress) -> Generato
         # Found first: a wrong name is then told before memory is taken for it.
         progress.begin("looking for the model")
         folder = prepare(config.engine.model, cache_dir, progress.begin)
+        # Before the store and the engine, which ask for it as they open.
+        use_native_copy(cache_dir)
         store = _open_store(config.store, cache_dir, metrics.events, progress)
         stack.callback(store.close)
         gauges.sources.append(store)
@@ -89,6 +92,7 @@ def open_host(
             "host's store asks for exact ones; choose off or zstd here"
         )
     path = host_socket(config.host.socket)
+    use_native_copy(cache_dir)
     limits = HostLimits(config.host.lease_s, config.host.reservation_s, config.host.connections_max)
     with (
         _own_store(config, cache_dir, sink, progress) as store,

@@ -452,13 +452,13 @@ def test_a_loader_that_fails_costs_time_and_nothing_else(bench: Make) -> None:
         expected = await world.ask(prompt(100))
         await world.idle()
         await world.engine.drop_vram()
-        inner = world.engine.thread.pages.copy_in
+        inner = world.engine.thread.pages.copier_in
 
         def broken(*_: object) -> object:
-            world.engine.thread.pages.copy_in = inner
+            world.engine.thread.pages.copier_in = inner
             raise RuntimeError("copy engine fell off")
 
-        world.engine.thread.pages.copy_in = broken
+        world.engine.thread.pages.copier_in = broken
         got = await world.ask(prompt(100))
         assert got.tokens == expected.tokens
         assert got.sources() == {"computed": 100}

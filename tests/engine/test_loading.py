@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import errno
 import random
 import threading
@@ -10,15 +11,16 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from workmem.core.errors import EngineError, InvariantError
-from workmem.core.keys import BlockKey
+from workmem.core.keys import BlockKey, block_keys
 from workmem.core.layout import KVLayout, Namespace
 from workmem.core.outcomes import Lookup, MissReason
+from workmem.store import copying, saver
 from workmem.store.catalog import Promotion
 from workmem.store.contract import Lease, PageWrite, SaveState
+from workmem.store.copying import CopySlices, use_native_copy
 from workmem.testing.tiny_models import build_model
 
 from .conftest import Bench
@@ -55,17 +57,22 @@ def test_layer_i_is_computed_while_layer_i_plus_1_arrives(
         expected = await world.ask(TOKENS)
         await world.idle()
         await world.engine.drop_vram()
-        inner_copy = world.engine.thread.pages.copy_in
-        seen: set[int] = set()
+        inner = world.engine.thread.pages.copier_in
+        seen: set[range] = set()
 
-        def copy_in(block: int, span: tuple[int, int], source: np.ndarray) -> np.ndarray:
-            if span[0] not in seen:
-                seen.add(span[0])
-                if len(seen) > 1:
-                    assert attended.acquire(timeout=30), "attention waits for more than its own layer"
-            return inner_copy(block, span, source)
+        def copier_in(block: int, source: memoryview) -> CopySlices:
+            inner_copy = inner(block, source)
 
-        monkeypatch.setattr(world.engine.thread.pages, "copy_in", copy_in)
+            def copy(parts: range) -> tuple[int, ...]:
+                if parts not in seen:
+                    seen.add(parts)
+                    if len(seen) > 1:
+                        assert attended.acquire(timeout=30), "attention waits for more than its own layer"
+                return inner_copy(parts)
+
+            return copy
+
+        monkeypatch.setattr(world.engine.thread.pages, "copier_in", copier_in)
         inner_write = world.engine.thread.pages.write
 
         def write(layer: int, *rest: object) -> None:
@@ -341,21 +348,18 @@ def test_a_page_that_the_disk_does_not_deliver_is_computed_and_those_before_it_a
 def test_a_page_found_corrupt_while_others_are_still_read_is_computed(
     on_ssd: Callable[[], Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The copy in vram is what counts: it is spoiled behind the store's own check."""
+    """The copy in vram is what counts: the page is spoiled behind the store's own check."""
     world = on_ssd()
-    inner = world.engine.thread.pages.copy_in
+    inner = world.engine.thread.pages.copier_in
     count = 0
 
-    def spoil(block: int, span: tuple[int, int], source: np.ndarray) -> np.ndarray:
+    def spoil(block: int, source: memoryview) -> CopySlices:
         nonlocal count
-        copy = inner(block, span, source)
         count += 1
-        if count == 12:
-            copy[3] ^= 1
-        return copy
+        return inner(block, spoiled(source, 3) if count == 2 else source)
 
-    monkeypatch.setattr(world.engine.thread.pages, "copy_in", spoil)
-    hold_last_read(world, monkeypatch, lambda: until(lambda: count >= 12) and None)
+    monkeypatch.setattr(world.engine.thread.pages, "copier_in", spoil)
+    hold_last_read(world, monkeypatch, lambda: until(lambda: count >= 2) and None)
 
     async def run() -> None:
         got = await world.ask(LONG)
@@ -365,6 +369,67 @@ def test_a_page_found_corrupt_while_others_are_still_read_is_computed(
         await world.idle()
         again = await world.ask(LONG, reuse=False)
         assert again.tokens == got.tokens
+
+    asyncio.run(run())
+
+
+def spoiled(page: memoryview, at: int) -> memoryview:
+    """A page with one bit of byte `at` changed."""
+    other = bytearray(page)
+    other[at] ^= 1
+    return memoryview(other).toreadonly()
+
+
+@pytest.fixture(params=["native", "numpy"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, engine_cache: Path) -> str:
+    """How an engine that is opened from now on copies pages."""
+    monkeypatch.setattr(copying._Process, "copy", None)
+    if request.param == "native":
+        assert use_native_copy(engine_cache), "this test needs the C compiler that CI has"
+    return request.param
+
+
+@pytest.mark.parametrize("slice_index", [0, 3])
+def test_a_corrupt_slice_in_dram_is_found_however_pages_are_copied(
+    way: str, wide: Path, bench: Make, slice_index: int
+) -> None:
+    """The bit is changed where the page lies; whatever copies it must say what the copy holds."""
+    world = bench(folder=wide, dtype="fp32", vram_bytes="32MiB")
+
+    async def run() -> None:
+        expected = await world.ask(TOKENS)
+        await world.idle()
+        await world.engine.drop_vram()
+        assert world.store is not None
+        layout = world.engine._loaded.layout
+        keys = block_keys(world.engine._root(""), TOKENS, 16)
+        lease = world.store.lease(world.engine._root(""), keys, owner="saboteur", ttl_s=60)
+        start, end = layout.slice_span(slice_index)
+        at = lease.page_address(4) + (start + end) // 2
+        lease.release()
+        ctypes.c_uint8.from_address(at).value ^= 1
+        got = await world.ask(TOKENS)
+        assert got.tokens == expected.tokens
+        assert got.sources() == {"dram": 64, "computed": 36}
+        assert got.usage.sources[1].reason is MissReason.CORRUPT
+        assert world.engine.gauges()["load_pages_corrupt_total"] == 1
+        await world.idle()
+
+    asyncio.run(run())
+
+
+def test_a_page_is_saved_with_the_sums_that_its_copy_took(
+    way: str, bench: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store reads no page of this engine once more."""
+    world = bench()
+    monkeypatch.setattr(saver, "xxhash", None)
+
+    async def run() -> None:
+        await world.ask(TOKENS)
+        await world.idle()
+        await world.engine.drop_vram()
+        assert (await world.ask(TOKENS)).sources()["dram"] == 96
 
     asyncio.run(run())
 

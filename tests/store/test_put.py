@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 import xxhash
 
+from workmem import app
+from workmem.config import Config
 from workmem.core.errors import IntegrityError, InvariantError
+from workmem.core.events import discard
 from workmem.core.layout import KVLayout
 from workmem.core.outcomes import MissReason
 from workmem.store import copying
@@ -61,6 +65,58 @@ def test_a_copy_is_exact_and_its_sums_are_those_of_xxhash(way, layout):
         assert sums == tuple(xxhash.xxh3_64_intdigest(source[start:end]) for start, end in spans)
         assert not backing[:shift].any()
         assert not backing[shift + layout.page_bytes :].any()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["4K", "192K", "360K"])
+def test_slices_are_copied_one_at_a_time_or_several_and_nothing_beside_them(way, layout):
+    source = np.random.default_rng(8).integers(1, 256, layout.page_bytes, dtype=np.uint8)
+    target = np.zeros(layout.page_bytes, dtype=np.uint8)
+    copy = PageCopy(layout).between(memoryview(source.tobytes()), target)
+    count = layout.slice_count
+    for parts in {range(1), range(count - 1, count), range(count // 2, count), range(count)}:
+        target[:] = 0
+        start, end = layout.slice_span(parts[0])[0], layout.slice_span(parts[-1])[1]
+        spans = [layout.slice_span(index) for index in parts]
+        assert copy(parts) == tuple(xxhash.xxh3_64_intdigest(source[first:last]) for first, last in spans)
+        assert np.array_equal(target[start:end], source[start:end])
+        assert not target[:start].any()
+        assert not target[end:].any()
+
+
+class Quiet:
+    """Hears of a start and says nothing."""
+
+    def begin(self, step):
+        del step
+
+    end = note = begin
+
+
+class NoFurtherError(Exception):
+    """Ends a start."""
+
+
+@pytest.mark.parametrize("is_host", [True, False], ids=["store serve", "serve"])
+def test_whatever_serves_has_the_native_copy_before_its_store(is_host, monkeypatch, tmp_path):
+    monkeypatch.setattr(copying._Process, "copy", None)
+    there = []
+
+    def open_store(*_):
+        there.append(native_copy() is not None)
+        raise NoFurtherError
+
+    monkeypatch.setattr(app, "_own_store", open_store)
+    socket = str(tmp_path / "store.sock")
+    values = {"engine": {"model": str(tmp_path)}, "store": {"host": {"socket": socket, "attach": "never"}}}
+    config = msgspec.convert(values, Config)
+    served = (
+        app.open_host(config.store, cache_dir=tmp_path, sink=discard, progress=Quiet())
+        if is_host
+        else app.open_app(config, cache_dir=tmp_path, progress=Quiet())
+    )
+    with pytest.raises(NoFurtherError), served:
+        pass
+    assert there == [True]
 
 
 @pytest.mark.parametrize("layout", [SMALL, SLICED], ids=["4K", "192K"])

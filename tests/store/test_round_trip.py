@@ -10,7 +10,9 @@ import xxhash
 
 from workmem.core.errors import CapacityError, InvariantError, LeaseError
 from workmem.core.events import BlockAdmitted, BlockEvicted, BoundReached
+from workmem.core.keys import BlockKey
 from workmem.core.outcomes import MissReason, TierName
+from workmem.store import catalog
 from workmem.store.contract import PageWrite, SaveState
 from workmem.testing.pages import SLICED, SMALL, Chain, namespace, page_bytes, read_all, settle
 
@@ -219,6 +221,14 @@ def test_evicted_block_is_told_from_one_never_seen(kit):
         Chain(namespace(), 8, seed=seed).save(store)
     assert store.lookup(first.root, first.keys[:1]).reason is MissReason.EVICTED
     assert store.lookup(first.root, Chain(namespace(), 1, seed=99).keys).reason is MissReason.COLD
+
+
+def test_why_blocks_left_is_remembered_of_the_last_to_leave(monkeypatch):
+    monkeypatch.setattr(catalog, "GHOSTS_MAX", 3)
+    space = catalog.Space(namespace(), 1)
+    for name in (b"a", b"b", b"c", b"a", b"d"):
+        space.remember(BlockKey(name), MissReason.EVICTED)
+    assert list(space.ghosts) == [b"c", b"a", b"d"]
 
 
 def test_save_without_room_is_dropped_with_an_event(kit):

@@ -10,6 +10,7 @@ No lock here: what changes the catalog holds the pool's (R1). Reading one field 
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -80,7 +81,8 @@ class Space:
         self.rows: dict[BlockKey, int] = {}
         self.filling: dict[BlockKey, int] = {}
         """Keys whose first copy is being written into a frame, and the number of the workflow it is for."""
-        self.ghosts: dict[BlockKey, MissReason] = {}
+        self.ghosts: OrderedDict[BlockKey, MissReason] = OrderedDict()
+        """Not a dict: that looks for its first entry past all that have been deleted before it."""
         self.is_purged = False
         """Its blocks are gone for good and nothing is taken in any more (R9)."""
 
@@ -89,7 +91,7 @@ class Space:
         ghosts = self.ghosts
         ghosts.pop(key, None)
         if len(ghosts) >= GHOSTS_MAX:
-            del ghosts[next(iter(ghosts))]
+            ghosts.popitem(last=False)
         ghosts[key] = reason
 
 

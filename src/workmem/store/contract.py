@@ -43,10 +43,14 @@ class SaveState(StrEnum):
 
 
 class PageWrite(msgspec.Struct, frozen=True):
-    """A page to store. `copy_into` fills a writable buffer of `page_bytes` bytes, on a store thread."""
+    """A page to store. `copy_into` fills a writable buffer of `page_bytes` bytes, on a store thread.
+
+    It returns the xxh3-64 of each slice of what it wrote where it took them on the way (`PageCopy.writing`); else
+    None, and the store reads the page once more for them.
+    """
 
     block: BlockId
-    copy_into: Callable[[memoryview], None]
+    copy_into: Callable[[memoryview], tuple[int, ...] | None]
     done: Callable[[SaveState], None]
     workflow: str = ""
     """For which workflow of the tenant it is saved, where that counts for a quota."""

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from workmem.core.errors import IntegrityError, InvariantError
 from workmem.core.layout import KVLayout
 from workmem.store.contract import Lease
-from workmem.store.native_build import build_library, find_compiler
+from workmem.store.native_build import Library, build_library, find_compiler
 
 _LOG = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_name("page_copy.c")
@@ -35,9 +35,13 @@ RUN_BYTES = 384 * 2**10
 
 Bytes = bytes | bytearray | memoryview | NDArray[np.uint8]
 """Contiguous memory."""
+CopySlices = Callable[[range], tuple[int, ...]]
+"""Copies slices of a page by their numbers, which follow each other; returns the checksum of each copy (R3)."""
 _Span = tuple[int, int]
+_Run = tuple[int, int, list[_Span]]
 _FIRST_BYTE = ctypes.c_char.from_buffer
 """The quickest way to the address of memory that may be written to."""
+_BOUND_BYTES = 8
 
 
 class PageCopy:
@@ -48,11 +52,11 @@ class PageCopy:
 
     def __init__(self, layout: KVLayout) -> None:
         self._page_bytes = layout.page_bytes
-        spans = [layout.slice_span(index) for index in range(layout.slice_count)]
+        self._spans = spans = [layout.slice_span(index) for index in range(layout.slice_count)]
         self._runs = _runs(spans)
         self._count = len(spans)
-        self._ends = np.array([end for _, end in spans], dtype=np.uint64)
-        self._ends_at = self._ends.ctypes.data
+        self._bounds = _bounds(spans)
+        self._bounds_at = self._bounds.ctypes.data
         self._sums = ctypes.c_uint64 * len(spans)
         self._unpack = struct.Struct(f"={len(spans)}Q").unpack
         is_long = min(end - start for start, end in spans) >= _NATIVE_SLICE_BYTES_MIN
@@ -66,7 +70,7 @@ class PageCopy:
         """
         wanted, page, target = lease.checksums(index), lease.page(index), self._bytes_of(into)
         if self._native is None:
-            found = self._copied(np.frombuffer(page, dtype=np.uint8), target)
+            found = _copied(self._runs, np.frombuffer(page, dtype=np.uint8), target)
         else:
             found = self._native_copied(_address(page), target.data)
         if found != wanted:
@@ -82,22 +86,34 @@ class PageCopy:
         """
         found = self._bytes_of(source)
         if self._native is None:
-            return lambda into: self._copied(found, np.frombuffer(into, dtype=np.uint8))
+            return lambda into: _copied(self._runs, found, np.frombuffer(into, dtype=np.uint8))
         return lambda into: self._native_copied(_address(found.data), into)
+
+    def between(self, source: Bytes, target: Bytes) -> CopySlices:
+        """What copies slices of the page `source` to their places in `target`: for a page that is used as it comes.
+
+        Both are whole pages, and stay where they are while it is used. Raises InvariantError, at once, where one is
+        not as long as a page.
+        """
+        given, into = self._bytes_of(source), self._bytes_of(target)
+        native = self._native
+        if native is None:
+            return lambda parts: _copied(_runs(self._spans[parts.start : parts.stop]), given, into)
+        source_at, target_at = _address(given.data), _address(into.data)
+
+        def copy(parts: range, held: object = (given, into)) -> tuple[int, ...]:
+            del held  # only kept: the addresses are good as long as it lives
+            sums = (ctypes.c_uint64 * len(parts))()
+            native(target_at, source_at, self._bounds_at + _BOUND_BYTES * parts.start, sums, len(parts))
+            return tuple(sums)
+
+        return copy
 
     def _native_copied(self, source_at: int, target: memoryview) -> tuple[int, ...]:
         sums = self._sums()
         assert self._native is not None
-        self._native(ctypes.addressof(_FIRST_BYTE(target)), source_at, self._ends_at, sums, self._count)
+        self._native(ctypes.addressof(_FIRST_BYTE(target)), source_at, self._bounds_at, sums, self._count)
         return self._unpack(sums)
-
-    def _copied(self, source: NDArray[np.uint8], target: NDArray[np.uint8]) -> tuple[int, ...]:
-        found: list[int] = []
-        for start, end, spans in self._runs:
-            np.copyto(target[start:end], source[start:end])
-            for first, last in spans:
-                found.append(xxhash.xxh3_64_intdigest(target[first:last].data))
-        return tuple(found)
 
     def _bytes_of(self, memory: Bytes) -> NDArray[np.uint8]:
         found = memory if isinstance(memory, np.ndarray) else np.frombuffer(memory, dtype=np.uint8)
@@ -106,6 +122,15 @@ class PageCopy:
                 f"a page is {self._page_bytes} contiguous bytes, not {found.dtype}{list(found.shape)}"
             )
         return found
+
+
+def _copied(runs: Sequence[_Run], source: NDArray[np.uint8], target: NDArray[np.uint8]) -> tuple[int, ...]:
+    found: list[int] = []
+    for start, end, spans in runs:
+        np.copyto(target[start:end], source[start:end])
+        for first, last in spans:
+            found.append(xxhash.xxh3_64_intdigest(target[first:last].data))
+    return tuple(found)
 
 
 def _address(memory: memoryview) -> int:
@@ -143,7 +168,8 @@ def _built(cache_dir: Path) -> Callable[..., None] | None:
         _LOG.info("no C compiler found: pages are copied first and then checked, slower")
         return None
     try:
-        library = ctypes.CDLL(str(build_library(compiler, _SOURCE, _FLAGS, cache_dir)))
+        wanted = Library("page-copy", _FLAGS, {_SOURCE: ()})
+        library = ctypes.CDLL(str(build_library(compiler, wanted, cache_dir)))
         copy: Any = library.workmem_copy_page
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         _LOG.warning(
@@ -162,22 +188,26 @@ def _is_right(copy: Callable[..., None]) -> bool:
     """Whether it copies and sums slices of awkward lengths as it should: a compiler is not to be trusted blindly."""
     source = np.frombuffer(random.Random(0).randbytes(9000), dtype=np.uint8)  # noqa: S311 - any bytes do
     target = np.zeros(9001, dtype=np.uint8)
-    ends = np.array([4096, 4096 + 257, 4096 + 257 + 1024, 9000], dtype=np.uint64)
-    sums = np.zeros(len(ends), dtype=np.uint64)
-    spans = list(zip([0, *ends.tolist()[:-1]], ends.tolist(), strict=True))
+    spans = [(0, 4096), (4096, 4096 + 257), (4096 + 257, 4096 + 257 + 1024), (4096 + 257 + 1024, 9000)]
+    bounds, sums = _bounds(spans), np.zeros(len(spans), dtype=np.uint64)
     wanted = [xxhash.xxh3_64_intdigest(source[start:end].data) for start, end in spans]
     for shift in (0, 1):
         into = target[shift : shift + len(source)]
         into[:] = 0
-        copy(into.ctypes.data, source.ctypes.data, ends.ctypes.data, sums.ctypes.data, len(ends))
+        copy(into.ctypes.data, source.ctypes.data, bounds.ctypes.data, sums.ctypes.data, len(spans))
         if sums.tolist() != wanted or not np.array_equal(into, source):
             return False
     return True
 
 
-def _runs(spans: Sequence[_Span]) -> list[tuple[int, int, list[_Span]]]:
+def _bounds(spans: Sequence[_Span]) -> NDArray[np.uint64]:
+    """Where slices that lie one behind the other begin, and where the last of them ends."""
+    return np.array([spans[0][0], *(end for _, end in spans)], dtype=np.uint64)
+
+
+def _runs(spans: Sequence[_Span]) -> list[_Run]:
     """Slices gathered into runs: start, end, and the slices in between."""
-    runs: list[tuple[int, int, list[_Span]]] = []
+    runs: list[_Run] = []
     for start, end in spans:
         if runs and end - runs[-1][0] <= RUN_BYTES:
             first, _, within = runs[-1]

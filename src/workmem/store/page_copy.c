@@ -172,14 +172,12 @@ static uint64_t copy_slice(uint8_t *to, const uint8_t *from, size_t bytes)
 
 #endif
 
-/* Slices lie one behind the other and end at `ends[0]`, `ends[1]`, ...; `sums` has a place for each. */
-void workmem_copy_page(uint8_t *to, const uint8_t *from, const uint64_t *ends, uint64_t *sums, int64_t count)
+/* `to` and `from` are whole pages. Of their slices those from bounds[0] to bounds[1], bounds[1] to bounds[2], ... are
+ * copied, `count` of them; `sums` has a place for each. */
+void workmem_copy_page(uint8_t *to, const uint8_t *from, const uint64_t *bounds, uint64_t *sums, int64_t count)
 {
-    uint64_t begin = 0;
-    for (int64_t i = 0; i < count; i++) {
-        sums[i] = copy_slice(to + begin, from + begin, ends[i] - begin);
-        begin = ends[i];
-    }
+    for (int64_t i = 0; i < count; i++)
+        sums[i] = copy_slice(to + bounds[i], from + bounds[i], bounds[i + 1] - bounds[i]);
 #if defined(__AVX2__)
     /* Writes past the caches become visible to other processors before anything that follows. */
     _mm_sfence();

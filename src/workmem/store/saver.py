@@ -130,10 +130,12 @@ class SaverThread:
 
 
 def writing(space: Space, page: PageWrite) -> Write:
-    """How an offered page is copied: by the caller's code, and then read for its checksums."""
+    """How an offered page is copied: by the caller's code, and then read for its checksums if that took none."""
 
     def write(payload: memoryview) -> tuple[int, ...]:
-        page.copy_into(payload)
+        sums = page.copy_into(payload)
+        if sums is not None:
+            return sums
         return tuple([xxhash.xxh3_64_intdigest(payload[begin:stop]) for begin, stop in space.spans])
 
     return write

@@ -12,6 +12,7 @@ import torch
 
 from workmem.core.layout import KVLayout
 from workmem.engines.embedded.native import advise_huge_pages
+from workmem.store.copying import CopySlices, PageCopy
 
 TORCH_DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -31,6 +32,9 @@ class KVPages:
         self.tensor.zero_()
         self._bytes = self.tensor.view(block_count, -1).view(torch.uint8) if self.on_cpu else None
         self._rows = self._bytes.numpy() if self._bytes is not None else None
+        self._copy = PageCopy(layout)
+        self._staged = None if self.on_cpu else np.empty(layout.page_bytes, dtype=np.uint8)
+        """Where a page is checked on its way to an accelerator; the loader's."""
 
     def row(self, block: int) -> np.ndarray:
         """Writable bytes of a block's page, in place. CPU only."""
@@ -58,25 +62,30 @@ class KVPages:
         """Zero a page."""
         self.tensor[block] = 0
 
-    def copy_out(self, block: int, target: memoryview) -> None:
-        """Copy a page's bytes into `target` (`page_bytes` long)."""
+    def copy_out(self, block: int, target: memoryview) -> tuple[int, ...]:
+        """Copy a page's bytes into `target` (`page_bytes` long); the checksum of each slice of the copy (R2)."""
         if self._rows is not None:
-            np.copyto(np.frombuffer(target, dtype=np.uint8), self._rows[block])
-            return
+            return self._copy.writing(self._rows[block])(target)
         host = self.tensor[block].to("cpu").contiguous().view(-1).view(torch.uint8).numpy()
-        np.copyto(np.frombuffer(target, dtype=np.uint8), host)
+        return self._copy.writing(host)(target)
 
-    def copy_in(self, block: int, span: tuple[int, int], source: np.ndarray) -> np.ndarray:
-        """Copy bytes [start, end) of a page in and return the copy to be checked (rule R3: check your own copy).
+    def copier_in(self, block: int, source: memoryview) -> CopySlices:
+        """What copies slices of the page `source` into `block`. It says what came (R3); the caller compares.
 
-        On an accelerator the checked copy is the staging buffer the device copy was made from.
+        On an accelerator the checksums are those of the staging buffer the device copy was made from. There is one
+        such buffer: one thread at a time.
         """
-        start, end = span
         if self._rows is not None:
-            row = self._rows[block][start:end]
-            np.copyto(row, source)
-            return row
-        staged = np.array(source, copy=True)
-        flat = self.tensor[block].view(-1).view(torch.uint8)
-        flat[start:end].copy_(torch.from_numpy(staged))
-        return staged
+            return self._copy.between(source, self._rows[block])
+        staged = self._staged
+        assert staged is not None
+        stage = self._copy.between(source, staged)
+        page = self.tensor[block].view(-1).view(torch.uint8)
+
+        def copy(parts: range) -> tuple[int, ...]:
+            sums = stage(parts)
+            start, end = self.layout.slice_span(parts[0])[0], self.layout.slice_span(parts[-1])[1]
+            page[start:end].copy_(torch.from_numpy(staged[start:end]))
+            return sums
+
+        return copy

@@ -16,23 +16,21 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-import xxhash
-
 from workmem.core.errors import LeaseError
 from workmem.core.outcomes import MissReason
 
 if TYPE_CHECKING:
     from workmem.engines.embedded.kv_pages import KVPages
     from workmem.store.contract import Lease
+    from workmem.store.copying import CopySlices
 
 _LOG = logging.getLogger(__name__)
 
 
 class _Page(NamedTuple):
-    """A leased page, and the sums its slices must have."""
+    """A leased page on its way into its block, and the sums its slices must have."""
 
-    source: np.ndarray
+    copy: CopySlices
     wanted: tuple[int, ...]
 
 
@@ -197,7 +195,7 @@ class PageLoader:
         """Bring in whole pages as far as they have come; more are on their way to dram."""
         while gate.copied < gate.lease.ready - gate.first and not (gate.is_abandoned or gate.is_open):
             page = self._page(gate, gate.copied)
-            if not all(self._bring(gate, gate.copied, page, part) for part in range(len(page.wanted))):
+            if not self._bring(gate, gate.copied, page, range(len(page.wanted))):
                 self._pages.clear(gate.blocks[gate.copied])
                 self._end_short(gate, gate.copied, MissReason.CORRUPT)
                 return
@@ -213,7 +211,7 @@ class PageLoader:
             for index in range(first, usable):
                 if gate.is_abandoned:
                     return
-                if not self._bring(gate, index, pages[index - first], part):
+                if not self._bring(gate, index, pages[index - first], range(part, part + 1)):
                     usable = index
                     break
             if part < last:
@@ -233,16 +231,14 @@ class PageLoader:
             self.counters.pages += usable
             gate.fail(usable, reason)
 
-    @staticmethod
-    def _page(gate: LoadGate, index: int) -> _Page:
+    def _page(self, gate: LoadGate, index: int) -> _Page:
         number = gate.first + index
-        return _Page(np.frombuffer(gate.lease.page(number), dtype=np.uint8), gate.lease.checksums(number))
+        copy = self._pages.copier_in(gate.blocks[index], gate.lease.page(number))
+        return _Page(copy, gate.lease.checksums(number))
 
-    def _bring(self, gate: LoadGate, index: int, page: _Page, part: int) -> bool:
-        """Copy one slice of a page; whether the copy is what was stored. If not, the page leaves service."""
-        start, end = gate.lease.layout.slice_span(part)
-        copy = self._pages.copy_in(gate.blocks[index], (start, end), page.source[start:end])
-        if xxhash.xxh3_64_intdigest(copy.data) == page.wanted[part]:
+    def _bring(self, gate: LoadGate, index: int, page: _Page, parts: range) -> bool:
+        """Copy slices of a page; whether the copies are what was stored. If not, the page leaves service."""
+        if page.copy(parts) == page.wanted[parts.start : parts.stop]:
             return True
         self.counters.corrupt += 1
         # A lease that has ended meanwhile can accuse nobody.

@@ -1,39 +1,35 @@
 """Builds and binds `paged_attention.c` and `decode_step.c`. Where there is no C compiler, torch does the same work slower.
 
-The library is compiled once per machine for its own instruction set and kept in a cache folder under the
-digest of source, compiler and processor. It leaves OpenMP's symbols open and binds to the runtime torch
-has loaded: two runtimes in one process would fight over the cores.
+The library leaves OpenMP's symbols open and binds to the runtime torch has loaded: two runtimes in one process would
+fight over the cores.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
-import platform
-import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 from typing import TypedDict
 
 import numpy as np
 import torch
 
+from workmem.store.native_build import Library, build_library, find_compiler
+
 _LOG = logging.getLogger(__name__)
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-std=gnu11")
 _EXACT_FLAGS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
-_SOURCES = {
-    "paged_attention.c": ("-ffast-math",),
-    # Neither -ffast-math nor contraction: the order and rounding of their sums is a promise.
-    "dots.c": _EXACT_FLAGS,
-    "decode_step.c": _EXACT_FLAGS,
-}
-_HEADER = "kernels.h"
 _HERE = Path(__file__).parent
+_SOURCES = {
+    _HERE / "paged_attention.c": ("-ffast-math",),
+    # Neither -ffast-math nor contraction: the order and rounding of their sums is a promise.
+    _HERE / "dots.c": _EXACT_FLAGS,
+    _HERE / "decode_step.c": _EXACT_FLAGS,
+}
+_LIBRARY = Library("kernels", _FLAGS, _SOURCES, headers=(_HERE / "kernels.h",))
 SPLIT_TOKENS = 256
 RUN_QUERIES_MAX = 512
-_BUILD_SECONDS_MAX = 120
 _HUGE_BYTES = 2 << 20
 _MADV_HUGEPAGE = 14
 
@@ -185,12 +181,12 @@ class NativeKernel:
 
 def load_kernel(cache_dir: Path) -> NativeKernel | None:
     """The kernel, compiled on first use (about a second); None, with a log line, where it cannot be built."""
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    compiler = find_compiler()
     if compiler is None:
         _LOG.info("no C compiler found: attention runs on torch operators, slower")
         return None
     try:
-        library = _build(compiler, cache_dir)
+        library = build_library(compiler, _LIBRARY, cache_dir)
         openmp = _loaded_openmp()
         if openmp is not None:
             ctypes.CDLL(openmp, mode=ctypes.RTLD_GLOBAL)
@@ -209,44 +205,6 @@ def advise_huge_pages(address: int, length: int) -> None:
             libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(address + length - start), _MADV_HUGEPAGE)
     except (OSError, AttributeError):
         _LOG.debug("no madvise on this system")
-
-
-def _build(compiler: str, cache_dir: Path) -> Path:
-    texts = [(_HERE / name).read_bytes() for name in (_HEADER, *_SOURCES)]
-    flags = " ".join([*_FLAGS, *(flag for more in _SOURCES.values() for flag in more)])
-    identity = b"\0".join([*texts, compiler.encode(), flags.encode(), _processor()])
-    target = cache_dir / f"kernels-{hashlib.sha256(identity).hexdigest()[:24]}.so"
-    if target.exists():
-        return target
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache_dir) as work:
-        objects = [str(Path(work) / f"{name}.o") for name in _SOURCES]
-        built = Path(work) / "kernels.so"
-        for step in (
-            *(
-                [compiler, *_FLAGS, *more, "-c", str(_HERE / name), "-o", target_object]
-                for (name, more), target_object in zip(_SOURCES.items(), objects, strict=True)
-            ),
-            [compiler, "-shared", *objects, "-o", str(built), "-lm"],
-        ):
-            done = subprocess.run(  # noqa: S603 - the compiler this machine's PATH names
-                step, capture_output=True, text=True, timeout=_BUILD_SECONDS_MAX, check=False
-            )
-            if done.returncode != 0:
-                raise OSError(f"{' '.join(step)}: {done.stderr.strip()[:400]}")
-        built.replace(target)
-    return target
-
-
-def _processor() -> bytes:
-    """What -march=native depends on."""
-    try:
-        info = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return platform.processor().encode() + platform.machine().encode()
-    return "\n".join(
-        sorted({line for line in info.splitlines() if line.startswith(("flags", "model name"))})
-    ).encode()
 
 
 def _loaded_openmp() -> str | None:

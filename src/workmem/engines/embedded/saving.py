@@ -72,11 +72,11 @@ class PageSaver:
         with self._lock:
             self._closed = True
 
-    def _copy(self, block: int, target: memoryview) -> None:
+    def _copy(self, block: int, target: memoryview) -> tuple[int, ...]:
         with self._lock:
             if self._closed:
                 raise InvariantError("the vram ledger was rebuilt while a page waited to be saved")
-            self._pages.copy_out(block, target)
+            return self._pages.copy_out(block, target)
 
     def _saved(self, seq: Sequence, block: int, state: SaveState) -> None:
         del state  # counted by the store; for the block it makes no difference

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import random
 import socket
 import threading
 from contextlib import suppress
@@ -14,6 +16,9 @@ from workmem.testing.pages import Chain, namespace, read_all, settle
 from workmem.testing.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(120)
+
+STEP = int(os.environ.get("FAIL_STEP", "4"))
+"""Of the places to fail at, a run takes every so many, the first of them by its seed; 1 takes all."""
 
 CHAIN, OTHER = Chain(namespace(), 3), Chain(namespace(), 2, seed=1)
 
@@ -56,9 +61,9 @@ class Sends:
 def test_failing_the_nth_send_costs_misses_and_nothing_that_lasts(host, monkeypatch, caplog):
     caplog.set_level(logging.CRITICAL)
     server = host.serve(ssd=0)
-    sends, number, fired = Sends(monkeypatch), 0, True
+    sends, number, fired = Sends(monkeypatch), random.randrange(STEP) + 1 - STEP, True
     while fired:
-        number += 1
+        number += STEP
         sends.count, sends.fail_at = 0, number
         live(host)
         fired, sends.fail_at = sends.count >= number, 0

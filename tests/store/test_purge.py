@@ -8,9 +8,14 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 from workmem.core.layout import Namespace
 from workmem.core.outcomes import MissReason
+from workmem.store import store as store_module
 from workmem.store.contract import PageWrite, SaveState
+from workmem.store.tiers.journal_records import PutEntry
+from workmem.testing.faulty_device import FaultPlan, FaultyDevice
 from workmem.testing.pages import SMALL, Chain, namespace, page_bytes, read_all
 
 
@@ -172,3 +177,60 @@ def test_purge_holds_after_a_kill(kit):
         store.register(chain.space)
     assert store.lookup(mine.root, mine.keys).blocks == 0
     assert read_all(store, other.root, other.keys) == 6
+
+
+@pytest.mark.parametrize("is_rewritten", [False, True], ids=["journal as it is", "journal written anew"])
+def test_a_close_that_cuts_a_purge_short_frees_the_folder_and_the_next_start_goes_on(
+    kit, monkeypatch, is_rewritten
+):
+    monkeypatch.setattr(store_module, "CLOSE_S", 0.2)
+    plan = FaultPlan()
+    store = kit.open(device=FaultyDevice(plan), ssd="512KiB", io="buffered")
+    mine, other = Chain(tenant("mine"), 6, seed=1), Chain(tenant("other"), 18, seed=1)
+    # In turns, so that little of what is purged has much beside it to move.
+    for index in range(18):
+        for chain in (mine, other):
+            store.register(chain.space)
+            if index < len(chain.keys):
+                store.save(chain.root, chain.writes(indices=[index]))
+    assert store.flush(20)
+    secrets = [page_bytes(key, SMALL)[:64] for key in mine.keys]
+    journal = store._tier._journal
+    if is_rewritten:
+        # Of a namespace that is not there: the next start drops it, and writes what is left anew.
+        journal.append([PutEntry(77, bytes(32), bytes(32), 0, 1, 4096, 4096, 0)])
+    plan.delay_s = 0.03
+    store.purge(of("mine"))
+    store.close()
+    records = journal.record_count
+    cut = on_disk(kit)
+    assert any(secret in cut for secret in secrets), "the close waited for all of it"
+    # At once, in the same process: the lock went with the close.
+    again = kit.open(device=FaultyDevice(plan), ssd="512KiB", io="buffered")
+    if is_rewritten:
+        assert again._tier._journal.record_count < records
+        again.close()
+        again = kit.open(device=FaultyDevice(plan), ssd="512KiB", io="buffered")
+    plan.delay_s = 0.0
+    assert again.flush(20)
+    left = on_disk(kit)
+    assert not any(secret in left for secret in secrets)
+    for chain in (mine, other):
+        again.register(chain.space)
+    assert again.lookup(mine.root, mine.keys).blocks == 0
+    assert read_all(again, other.root, other.keys) == 18
+
+
+def test_a_segment_that_was_erased_gives_its_number_to_no_other(kit):
+    chain = Chain(tenant("mine"), 4)
+    for _ in range(3):
+        store = kit.open()
+        chain.save(store)
+        store.purge(of("mine"))
+        assert store.flush(20)
+        assert list((kit.folder / "segments").iterdir()) == []
+        store.close()
+    store = kit.open()
+    chain.save(store)
+    (segment,) = (kit.folder / "segments").iterdir()
+    assert int(segment.stem) == 4

@@ -109,6 +109,8 @@ class Residents:
         while self.unwritten:
             row, stamp = self.unwritten.pop()
             if not self.owes_write(row, stamp):
+                # A flush waits for stale ones too.
+                self.outbox.changed.notify_all()
                 continue
             self.write_ended(row, stamp)
             self.counts["writes_given_up"] += 1

@@ -297,6 +297,7 @@ class SsdIndex:
         """Everything a fresh journal must say."""
         with self._state.outbox:
             records = snapshot(self._catalog, list(self._state.spaces.values()))
+            records += self.strikes.erasure_entries()
             # Last: a snapshot that fails for want of memory leaves the strikes to be tried again.
             self.strikes.take_all()
             return records

@@ -5,10 +5,11 @@ Part of the pool's state, as the index is: every method takes the pool's lock (R
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from workmem.store.catalog import Space
 from workmem.store.outbox import Outbox
+from workmem.store.tiers.entries import erase_entries
 from workmem.store.tiers.journal_records import DeleteEntry, DropEntry, Entry
 from workmem.store.tiers.segments import Segment
 
@@ -24,6 +25,8 @@ class Strikes:
         self._erasures: set[int] = set()
         """Numbers of segments that hold pages of a purged namespace."""
         self._is_erasing = False
+        self.may_erase = True
+        """Off once the store closes: what is not erased by then is left to the next start, which the journal tells."""
 
     def strike_out(self, space: Space, key: bytes, segment: Segment) -> None:
         """A page in `segment` is of no use any more; a purged one must leave the disk as well (R9).
@@ -87,6 +90,15 @@ class Strikes:
             numbers, self._erasures = self._erasures, set()
             self._is_erasing = bool(numbers)
             return sorted(numbers)
+
+    def erase(self, numbers: Iterable[int]) -> None:
+        """The last run left segments that hold pages of a purged namespace."""
+        with self._outbox:
+            self._erasures.update(numbers)
+
+    def erasure_entries(self) -> list[Entry]:
+        """What a fresh journal must say of segments that are still to be erased. The lock is held by the caller."""
+        return erase_entries(sorted(self._erasures))
 
     def erasures_are_done(self) -> None:
         """What `take_erasures` took is gone."""

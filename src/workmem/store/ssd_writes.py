@@ -108,7 +108,10 @@ class WriteQueue:
         for row, stamp in self._state.unwritten:
             if self._state.owes_write(row, stamp):
                 self._state.write_ended(row, stamp)
-        self._state.unwritten.clear()
+        if self._state.unwritten:
+            self._state.unwritten.clear()
+            # Of stale ones alone nobody has heard yet, and a flush waits for them too.
+            self._state.outbox.changed.notify_all()
 
     def put_entries(self, jobs: Sequence[WriteJob], extents: Sequence[Extent]) -> list[Entry]:
         """The journal's word for pages that are written but not yet visible; their frames are pinned.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -43,6 +45,8 @@ from workmem.store.tiers.opening import open_below
 from workmem.store.tiers.ssd import SsdTier
 from workmem.store.writer import WriterThread
 
+log = logging.getLogger(__name__)
+
 _WARM_AHEAD_BYTES = 256 * 2**20
 _WARM_LOW_BYTES = 64 * 2**20
 """Below this it is taken even beside a load, which it slows: touching memory costs more than filling it."""
@@ -52,6 +56,8 @@ _WARM_TICK_BYTES = 64 * 2**20
 """Per tick: memory is taken at up to 256 MiB/s, ahead of use, without a burst at the start."""
 CLOSE_S = 10.0
 """Longest that `close` waits for pages on their way to disk."""
+END_S = 5.0
+"""Longest that it then waits for the calls under way."""
 
 
 class Store:
@@ -285,22 +291,44 @@ class Store:
             if self._closed:
                 return
             self._closed = True
-        until = self._clock.monotonic() + CLOSE_S
         self.flush(CLOSE_S)
-        left = max(0.1, until - self._clock.monotonic())
-        ended = self._saver.close(left) and self._ticker.close(left)
+        if self._end_threads(END_S):
+            self._give_back()
+            return
+        log.warning(
+            "a thread of the store has not ended in %g s; folder and memory are kept until it has", END_S
+        )
+        threading.Thread(target=self._give_back_late, name="workmem-store-close", daemon=True).start()
+
+    def _end_threads(self, timeout_s: float) -> bool:
+        """Have all threads end, each after the call under way. False where one does not within `timeout_s`."""
+        until = time.monotonic() + timeout_s
+
+        def left() -> float:
+            return max(0.0, until - time.monotonic())
+
+        # All are told before one is waited for longer: what does not end must not keep the others going.
+        ended = [self._saver.close(left()), self._ticker.close(left())]
         self._pool.leases.end_leases()
         if self._scrub_thread is not None:
-            ended = self._scrub_thread.close(left) and ended
+            ended.append(self._scrub_thread.close(left()))
         if self._reader is not None:
-            ended = self._reader.close(left) and ended
-        if self._writer is not None and self._tier is not None:
-            ended = self._writer.close(left) and ended
-            ended = ended and self._tier.close()
-        if ended:
-            # A thread stuck in a caller's copy or in the kernel keeps its memory; freeing it under
-            # the thread would be worse than the leak.
+            ended.append(self._reader.close(left()))
+        if self._writer is not None:
+            ended.append(self._writer.close(left()))
+        return all(ended)
+
+    def _give_back(self) -> None:
+        """Let go of the folder and the arena: no thread uses them any more."""
+        if self._tier is None or self._tier.close():
             self._arena.close()
+
+    def _give_back_late(self) -> None:
+        # A thread stuck in a caller's copy or in the kernel keeps what it works on: taking that away under it
+        # would be worse. Once it is back, the folder must not stay locked for the rest of the process.
+        while not self._end_threads(60.0):
+            pass
+        self._give_back()
 
     def _tick(self) -> None:
         self._warm()

@@ -11,13 +11,17 @@ import numpy as np
 from workmem.store.arena import ALIGNMENT_BYTES
 from workmem.store.catalog import NO_SEGMENT, Catalog, Space
 from workmem.store.tiers.journal import REWRITE_RECORDS
-from workmem.store.tiers.journal_records import PUTS, NamespaceEntry, PutEntry
+from workmem.store.tiers.journal_records import PUTS, DropEntry, Entry, NamespaceEntry, PutEntry
 from workmem.store.tiers.segments import SEGMENT_HEADER_BYTES, Extent
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from workmem.store.tiers.journal_records import Record
+
+
+_NOBODY = 0
+"""Number that no namespace has. It is dropped and then put under: its pages are to leave the disk."""
 
 
 def put_entry(space: Space, key: bytes, parent: bytes, depth: int, extent: Extent) -> PutEntry:
@@ -39,6 +43,17 @@ def put_entry(space: Space, key: bytes, parent: bytes, depth: int, extent: Exten
 def namespace_entry(space: Space) -> NamespaceEntry:
     """The journal's word for a namespace."""
     return NamespaceEntry(space.number, space.root, msgspec.json.encode(space.namespace))
+
+
+def erase_entries(segments: Sequence[int]) -> list[Entry]:
+    """The journal's word for segments that hold pages of a namespace it does not name any more."""
+    if not segments:
+        return []
+    place, none = SEGMENT_HEADER_BYTES, bytes(32)
+    return [
+        DropEntry(_NOBODY),
+        *(PutEntry(_NOBODY, none, none, 0, number, place, ALIGNMENT_BYTES, 0) for number in segments),
+    ]
 
 
 def snapshot(catalog: Catalog, spaces: Sequence[Space]) -> list[Record]:

@@ -49,6 +49,11 @@ class Replay:
         self._parents: dict[Space, array[int]] = {}
         self.dropped = 0
         """Puts that fit no segment or belong to no namespace."""
+        self._purged: set[int] = set()
+        self.erasures: set[int] = set()
+        """Segments that hold pages of a purged namespace, if they are there: they were to be erased."""
+        self.last_segment = 0
+        """Highest number that a put names, of a segment that is there or was."""
 
     @property
     def spaces(self) -> list[Space]:
@@ -101,9 +106,14 @@ class Replay:
 
     def _put(self, puts: NDArray[np.void]) -> None:
         numbers = np.unique(puts["number"]).tolist()
+        self.last_segment = max(self.last_segment, int(puts["segment"].max()))
         for number in numbers:
             space = self._spaces.get(number)
             mine = puts if len(numbers) == 1 else puts[puts["number"] == number]
+            if number in self._purged:
+                # Written while the purge came.
+                self.erasures.update(np.unique(mine["segment"]).tolist())
+                continue
             if space is None:
                 self.dropped += len(mine)
                 continue
@@ -133,8 +143,11 @@ class Replay:
             space.remember(BlockKey(entry.key), MissReason.EVICTED)
 
     def _drop(self, number: int) -> None:
+        self._purged.add(number)
         space = self._spaces.pop(number, None)
         if space is not None:
+            segment = self._catalog.segment
+            self.erasures.update(segment[row] for row in space.rows.values())
             for key in list(space.rows):
                 self._forget(space, key)
             self._close_space(space)

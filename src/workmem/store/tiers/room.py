@@ -95,12 +95,18 @@ class Room:
         sealed = [segment for segment in self._index.segments.values() if segment.is_sealed]
         return min(sealed, key=lambda segment: segment.live_bytes / segment.size, default=None)
 
-    def compact(self, victim: Segment) -> None:
-        """Write a segment's live pages again and remove it: at most one byte moved for each one freed."""
+    def compact(self, victim: Segment, may_go_on: Callable[[], bool] = lambda: True) -> bool:
+        """Write a sealed segment's live pages again and remove it: at most one byte moved for each one freed.
+
+        `may_go_on` is asked before each page. False where it ended that: the rest stays where it is.
+        """
         moves: list[tuple[StoredPage, Extent]] = []
         touched: dict[int, Segment] = {}
+        is_cut = False
         try:
             for page in self._index.pages_of(victim):
+                if is_cut := not may_go_on():
+                    break
                 new = self._rewrite_page(page)
                 if new is not None:
                     touched[new.segment.number] = new.segment
@@ -115,7 +121,9 @@ class Room:
             self._index.move(page, new)
             self._pool.count("ssd_moved_bytes", new.length)
         self._append([])
-        self._files.remove(victim)
+        if not is_cut:
+            self._files.remove(victim)
+        return not is_cut
 
     def _rewrite_page(self, page: StoredPage) -> Extent | None:
         """A page's new place, or None when the old one does not hold it any more. Raises OSError on writes."""

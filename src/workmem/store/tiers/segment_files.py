@@ -82,6 +82,10 @@ class SegmentFiles:
             segment.is_sealed = True
             self._index.segments[number] = segment
 
+    def number_from(self, number: int) -> None:
+        """The journal knows segments below `number` that are gone: what it says of them must meet no new one."""
+        self._next_number = max(self._next_number, number)
+
     def write(self, pages: Sequence[ReadyPage]) -> list[Extent]:
         """Put pages into segments and sync them. Raises OSError; where they lie then is in doubt."""
         extents: list[Extent] = []

@@ -142,6 +142,8 @@ class SsdTier:
         for space in replay.spaces:
             self._announced.add(space.number)
             self.index.restore(space, replay.rows(space), replay.parents(space))
+        self._files.number_from(replay.last_segment + 1)
+        self.index.strikes.erase(replay.erasures & self.index.segments.keys())
         if not replay.is_clean:
             self._pool.count("journal_records_dropped", replay.dropped)
             self._try_rewrite()
@@ -190,20 +192,24 @@ class SsdTier:
 
     def _erase(self) -> None:
         """Bytes of a purged namespace leave the disk: what else lies beside them is written again first (R9)."""
-        numbers = self.index.strikes.take_erasures()
+        strikes = self.index.strikes
+        numbers = strikes.take_erasures()
         left = [self.index.segments[number] for number in numbers if number in self.index.segments]
         try:
-            while left:
+            while left and strikes.may_erase:
                 self._files.seal(left[-1])
-                if left[-1].page_count:
-                    self._room.compact(left[-1])
-                else:
+                if not left[-1].page_count:
                     self._files.remove(left[-1])
+                elif not self._room.compact(left[-1], lambda: strikes.may_erase):
+                    break
                 left.pop()
         except BaseException:
-            self.index.strikes.return_erasures(left)
+            strikes.return_erasures(left)
             raise
-        self.index.strikes.erasures_are_done()
+        if left:
+            strikes.return_erasures(left)
+        else:
+            strikes.erasures_are_done()
 
     def compact_all(
         self, on_segment: Callable[[int, int], None] | None = None, *, also: Collection[int] = ()
@@ -219,10 +225,13 @@ class SsdTier:
             if segment.is_sealed
             and (segment.live_bytes + SEGMENT_HEADER_BYTES < segment.size or segment.number in also)
         ]
+        # Those that the last run left to erase have holes, and are among them.
+        self.index.strikes.take_erasures()
         for done, segment in enumerate(holed, 1):
             self._room.compact(segment)
             if on_segment is not None:
                 on_segment(done, len(holed))
+        self.index.strikes.erasures_are_done()
         self._announce_all()
 
     def probe(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -17,7 +17,7 @@ from workmem.store.contract import PageWrite, SaveState
 from workmem.store.host import messages
 from workmem.store.host.link import Link
 from workmem.store.host.wire import PAGES_MAX, Kind, Refused
-from workmem.store.outbox import run_callback
+from workmem.store.save_queue import SaveQueue, tell
 from workmem.store.saver import fill
 
 log = logging.getLogger(__name__)
@@ -25,18 +25,6 @@ log = logging.getLogger(__name__)
 _BATCH_BYTES_MAX = 64 * 2**20
 _ARENA_SHARE = 16
 """A batch takes at most one part in so many of the arena, so that it does not push out what it adds."""
-
-
-class _Job(msgspec.Struct, frozen=True):
-    space: Space
-    page: PageWrite
-    refused: bool
-    """The queue was full; told so on the saver's thread, as promised."""
-
-    @property
-    def kin(self) -> tuple[bytes, str, bool]:
-        """What jobs that go in one message have in common."""
-        return self.space.root, self.page.workflow, self.refused
 
 
 class _Filled(msgspec.Struct, frozen=True):
@@ -53,59 +41,38 @@ class HostSaver:
         self._link: Link | None = None
         self._sink = sink
         self._pages_max = pages_max
-        self._wake = threading.Condition()
-        self._queue: deque[_Job] = deque()
-        self._waiting = 0
-        self._busy = False
-        self._closed = False
+        self._queue = SaveQueue(pages_max, self._dropped)
         self._thread = threading.Thread(target=self._main, name="workmem-host-save", daemon=True)
         self._thread.start()
 
     @property
     def depth(self) -> int:
         """Pages waiting to be copied."""
-        return self._waiting
+        return self._queue.depth
 
     def put(self, space: Space, pages: Sequence[PageWrite]) -> None:
-        """Queue pages; those past the bound are told DROPPED."""
-        with self._wake:
-            closed = self._closed
-            room = 0 if closed else max(0, self._pages_max - self._waiting)
-            if not closed:
-                self._queue.extend(_Job(space, page, index >= room) for index, page in enumerate(pages))
-                self._waiting += min(room, len(pages))
-                self._wake.notify_all()
-        if len(pages) > room:
-            self._dropped(len(pages) - room, "the store is closed" if closed else "the queue is full")
-        if closed:
-            _tell(pages, SaveState.DROPPED)
+        """See `SaveQueue.put`."""
+        self._queue.put(space, pages)
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until the queue is empty and the last page is done."""
-        with self._wake:
-            return self._wake.wait_for(lambda: not self._queue and not self._busy, timeout_s)
+        """See `SaveQueue.drain`."""
+        return self._queue.drain(timeout_s)
 
     def close(self, timeout_s: float) -> bool:
         """Drop what still waits, telling each; end the thread. False if a page's copy never returns."""
-        with self._wake:
-            self._closed = True
-            left = [job.page for job in self._queue]
-            self._queue.clear()
-            waiting, self._waiting = self._waiting, 0
-            self._wake.notify_all()
-        if waiting:
-            self._dropped(waiting, "the store is closed")
-        _tell(left, SaveState.DROPPED)
+        self._queue.close()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _main(self) -> None:
-        while batch := self._next():
-            pages = [job.page for job in batch]
+        while True:
+            space, pages = self._queue.take(self._together)
+            if not pages:
+                break
             told: list[PageWrite] = []
             try:
-                if not batch[0].refused:
-                    self._save(batch[0].space, pages, told)
+                if space is not None:
+                    self._save(space, pages, told)
             except TransferError as error:
                 self._dropped(len(pages) - len(told), str(error))
                 if self._link is not None and isinstance(error, Refused):
@@ -114,29 +81,15 @@ class HostSaver:
             except Exception:  # thread main: one batch is lost, the thread and the others are not
                 log.exception("saving pages met a bug of ours")
             done = {id(page) for page in told}
-            _tell([page for page in pages if id(page) not in done], SaveState.DROPPED)
+            for page in pages:
+                if id(page) not in done:
+                    tell(page, SaveState.DROPPED)
         if self._link is not None:
             # Nothing is being written any more, so nothing needs to be stranded.
             self._link.tell(Kind.GOODBYE, b"")
             self._link.close()
 
-    def _next(self) -> list[_Job]:
-        """The next pages of one namespace, at most a batch; empty when the thread is to end."""
-        with self._wake:
-            self._busy = False
-            self._wake.notify_all()
-            self._wake.wait_for(lambda: self._queue or self._closed)
-            batch: list[_Job] = []
-            queue = self._queue
-            while queue and len(batch) < self._batch_pages(queue[0].space):
-                if batch and queue[0].kin != batch[0].kin:
-                    break
-                batch.append(queue.popleft())
-            self._waiting -= sum(not job.refused for job in batch)
-            self._busy = bool(batch)
-            return batch
-
-    def _batch_pages(self, space: Space) -> int:
+    def _together(self, space: Space) -> int:
         share = _BATCH_BYTES_MAX
         if self._link is not None:
             share = min(share, self._link.welcome.arena_bytes // _ARENA_SHARE)
@@ -145,9 +98,9 @@ class HostSaver:
     def _save(self, space: Space, pages: Sequence[PageWrite], told: list[PageWrite]) -> None:
         """Reserve, fill, commit. Pages that have been told how they ended go into `told`."""
 
-        def tell(page: PageWrite, state: SaveState) -> None:
+        def ended(page: PageWrite, state: SaveState) -> None:
             told.append(page)
-            _tell([page], state)
+            tell(page, state)
 
         link = self._attached()
         began = time.monotonic()
@@ -158,7 +111,7 @@ class HostSaver:
             state = reserved.states[index]
             if state is not None:
                 self.counts["saves_refused"] += state is SaveState.DROPPED
-                tell(page, state)
+                ended(page, state)
                 continue
             number = reserved.first + index
             # Held up, or stopped, for too long, the frame is no longer ours to fill.
@@ -166,13 +119,13 @@ class HostSaver:
             if not in_time or not self._fill(link, space, page, reserved.offsets[index]):
                 link.tell(Kind.ABORT, messages.pack_ids([number]))
                 self._dropped(1, "a page could not be copied in time")
-                tell(page, SaveState.DROPPED)
+                ended(page, SaveState.DROPPED)
                 continue
             filled.append(_Filled(number, page))
             if time.monotonic() - began > reserved.ttl_s / 4:
-                self._commit(link, filled, tell)
+                self._commit(link, filled, ended)
                 filled = []
-        self._commit(link, filled, tell)
+        self._commit(link, filled, ended)
 
     def _fill(self, link: Link, space: Space, page: PageWrite, offset: int) -> bool:
         with link.arena.at(offset, space.frame_bytes) as frame:
@@ -186,14 +139,14 @@ class HostSaver:
         return True
 
     def _commit(
-        self, link: Link, filled: Sequence[_Filled], tell: Callable[[PageWrite, SaveState], None]
+        self, link: Link, filled: Sequence[_Filled], ended: Callable[[PageWrite, SaveState], None]
     ) -> None:
         if not filled:
             return
         reply = link.ask(Kind.COMMIT, messages.pack_ids([entry.id for entry in filled]))
         for entry, state in zip(filled, messages.unpack_states(reply, len(filled)), strict=True):
             self.counts["saves_refused"] += state is SaveState.DROPPED
-            tell(entry.page, state)
+            ended(entry.page, state)
 
     def _attached(self) -> Link:
         """The link, made anew where it was lost. Raises TransferError without one."""
@@ -208,8 +161,3 @@ class HostSaver:
         self.counts["saves_refused"] += count
         detail = f"{count} pages were not saved: {why}"
         self._sink(BoundReached(name="store.host.save", limit=self._pages_max, detail=detail))
-
-
-def _tell(pages: Sequence[PageWrite], state: SaveState) -> None:
-    for page in pages:
-        run_callback(lambda page=page: page.done(state))

@@ -59,30 +59,29 @@ def readings(
         "store_life_groups": state.care.group_count,
     } | ghost_gauges(TierName.DRAM, state.ghosts)
     found |= {f"store_{name}_total": state.counts[name] for name in _COUNTERS}
-    if tier is not None:
-        found |= _of_attached(tier) if isinstance(tier, AttachedTier) else _of_ssd(tier)
-        name = "below" if isinstance(tier, AttachedTier) else "ssd"
-        found |= {
-            f"store_{name}_error": float(breaker.writes_open or breaker.reads_open),
-            f"store_{name}_read_errors_total": breaker.read_errors,
-            f"store_{name}_write_errors_total": breaker.write_errors,
-        }
+    if isinstance(tier, AttachedTier):
+        found |= _of_attached(tier, breaker)
+    elif tier is not None:
+        found |= _of_ssd(tier, breaker)
     if scrubbed is not None:
         counts = msgspec.structs.asdict(scrubbed)
         found |= {f"store_scrubbed_{name}_total": count for name, count in counts.items()}
     return found
 
 
-def _of_attached(tier: AttachedTier) -> dict[str, float]:
+def _of_attached(tier: AttachedTier, breaker: Breaker) -> dict[str, float]:
     usage = tier.tier.usage()
     return {
         "store_below_capacity_bytes": usage.capacity_bytes,
         "store_below_used_bytes": usage.used_bytes,
         "store_below_pages": tier.index.page_count,
+        "store_below_error": float(breaker.writes_open or breaker.reads_open),
+        "store_below_read_errors_total": breaker.read_errors,
+        "store_below_write_errors_total": breaker.write_errors,
     }
 
 
-def _of_ssd(tier: SsdTier) -> dict[str, float]:
+def _of_ssd(tier: SsdTier, breaker: Breaker) -> dict[str, float]:
     return {
         "store_ssd_capacity_bytes": tier.capacity_bytes,
         "store_ssd_used_bytes": tier.index.file_bytes,
@@ -90,4 +89,7 @@ def _of_ssd(tier: SsdTier) -> dict[str, float]:
         "store_ssd_pages": tier.index.page_count,
         "store_ssd_approximate": float(tier.forms.is_approximate),
         "store_ssd_sealed": float(tier.forms.seals),
+        "store_ssd_error": float(breaker.writes_open or breaker.reads_open),
+        "store_ssd_read_errors_total": breaker.read_errors,
+        "store_ssd_write_errors_total": breaker.write_errors,
     } | ghost_gauges(TierName.SSD, tier.index.ghosts)

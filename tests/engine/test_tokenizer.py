@@ -124,7 +124,6 @@ def test_nothing_given_is_changed(tiny):
 
 def test_a_template_without_tools_gets_them_as_text(make):
     tokenizer = make("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
-    assert not tokenizer.knows_tools()
     prompt = tokenizer.render_chat(CHAT, tools=[TOOL])
     check(tokenizer, prompt)
     spans = texts(tokenizer, prompt)

@@ -18,14 +18,12 @@ PINNED = Prospect.PINNED
 def test_pin_lasts_for_its_time():
     pins: PinTable[str] = PinTable(100)
     assert pins.pin("acme", "session", {"x": 1, "y": 1}, now_s=0, ttl_s=3600).pinned == ("x", "y")
-    assert pins.next_end_s() == 3600
     assert pins.expire(3599).unpinned == ()
     assert pins.is_pinned("x")
     change = pins.expire(3600)
     assert change.unpinned == ("x", "y")
     assert change.expired == (("acme", "session"),)
     assert not pins.is_pinned("x")
-    assert pins.next_end_s() is None
 
 
 def test_pins_over_the_budget_demote_the_oldest_and_never_fail():
@@ -68,14 +66,6 @@ def test_block_in_two_pins_counts_once_and_stays_until_both_end():
     assert pins.unpin("acme", "one").unpinned == ()
     assert pins.unpin("acme", "two").unpinned == ("a", "b")
     assert pins.bytes_of("acme") == 0
-
-
-def test_smaller_budget_demotes_at_once():
-    pins: PinTable[str] = PinTable(10)
-    pins.pin("acme", "one", {"a": 5}, now_s=0, ttl_s=60)
-    pins.pin("acme", "two", {"b": 5}, now_s=0, ttl_s=60)
-    assert pins.set_budget("acme", 7).unpinned == ("a",)
-    assert pins.set_budget("nobody", 7).demoted == ()
 
 
 def test_ending_a_pin_that_is_not_there_changes_nothing():

@@ -52,7 +52,6 @@ class PinTable(Generic[Block]):
 
     def __init__(self, budget_bytes: int) -> None:
         self._budget = budget_bytes
-        self._budgets: dict[str, int] = {}
         self._owners: dict[str, _Owner[Block]] = {}
         self._uses: dict[Block, int] = {}
         """How many pins name a block, whoever owns them."""
@@ -60,17 +59,11 @@ class PinTable(Generic[Block]):
     def __len__(self) -> int:
         return sum(len(owner.pins) for owner in self._owners.values())
 
-    def set_budget(self, owner: str, budget_bytes: int) -> PinChange[Block]:
-        """Give an owner a budget of its own."""
-        before = self._snapshot(owner)
-        self._budgets[owner] = budget_bytes
-        return self._change(before, demoted=self._keep_budget(owner))
-
     def pin(
         self, owner: str, name: str, blocks: Mapping[Block, int], *, now_s: float, ttl_s: float
     ) -> PinChange[Block]:
         """Pin `blocks` (with their bytes) until `now_s + ttl_s`. A pin of the same name is replaced and renewed."""
-        if sum(blocks.values()) > self._budgets.get(owner, self._budget):
+        if sum(blocks.values()) > self._budget:
             return msgspec.structs.replace(self.unpin(owner, name), demoted=((owner, name),))
         mine = self._owners.setdefault(owner, _Owner())
         before = {**self._snapshot(owner), **{block: block in self._uses for block in blocks}}
@@ -109,10 +102,6 @@ class PinTable(Generic[Block]):
             self._end(owner, name)
         return self._change(before, expired=over)
 
-    def next_end_s(self) -> float | None:
-        """When the next pin ends; None when there is none."""
-        return min((pin.ends_s for mine in self._owners.values() for pin in mine.pins.values()), default=None)
-
     def is_pinned(self, block: Block) -> bool:
         """Whether any pin names the block, resident or not."""
         return block in self._uses
@@ -140,8 +129,7 @@ class PinTable(Generic[Block]):
 
     def _keep_budget(self, owner: str) -> list[tuple[str, str]]:
         demoted: list[tuple[str, str]] = []
-        budget = self._budgets.get(owner, self._budget)
-        while owner in self._owners and self._owners[owner].bytes > budget:
+        while owner in self._owners and self._owners[owner].bytes > self._budget:
             oldest = next(iter(self._owners[owner].pins))
             self._end(owner, oldest)
             demoted.append((owner, oldest))

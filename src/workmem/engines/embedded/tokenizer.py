@@ -68,10 +68,6 @@ class ModelTokenizer:
         """One token as text, special ones too; part of a character shows as U+FFFD."""
         return self.backend.decode([token_id], skip_special_tokens=False)
 
-    def knows_tools(self) -> bool:
-        """Whether the chat template renders tools itself."""
-        return "tools" in self._template([])
-
     def render_chat(
         self,
         messages: Sequence[dict[str, Any]],

@@ -27,7 +27,6 @@ PAGES_MAX = 256
 """Of a reservation in one message."""
 OWNER_BYTES_MAX = 200
 WORKFLOW_BYTES_MAX = 255
-DEPTH_MAX = 2**32 - 1
 
 
 class Malformed(TransferError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import textwrap
 
 import pytest
 
+from workmem.core.events import TierStateChanged
 from workmem.core.layout import Namespace
 from workmem.core.outcomes import MissReason
 from workmem.store import store as store_module
@@ -17,6 +19,7 @@ from workmem.store.contract import PageWrite, SaveState
 from workmem.store.tiers.journal_records import PutEntry
 from workmem.testing.faulty_device import FaultPlan, FaultyDevice
 from workmem.testing.pages import SMALL, Chain, namespace, page_bytes, read_all
+from workmem.testing.waiting import wait_until
 
 
 def tenant(name: str) -> Namespace:
@@ -234,3 +237,34 @@ def test_a_segment_that_was_erased_gives_its_number_to_no_other(kit):
     chain.save(store)
     (segment,) = (kit.folder / "segments").iterdir()
     assert int(segment.stem) == 4
+
+
+def test_a_purge_that_comes_while_the_disk_refuses_is_not_said_to_be_done(kit):
+    plan = FaultPlan()
+    store = kit.open(device=FaultyDevice(plan), retry_s=0.3, io="buffered")
+    mine, other = Chain(tenant("mine"), 4, seed=1), Chain(namespace(), 4, seed=2)
+    mine.save(store)
+    plan.writes_fail = errno.ENOSPC
+    other.save(store)
+    wait_until(lambda: kit.of(TierStateChanged))
+    store.purge(of("mine"))
+    assert not store.flush(0.1)
+    plan.writes_fail = 0
+    assert store.flush(20)
+    assert page_bytes(mine.keys[3], SMALL)[:64] not in on_disk(kit)
+
+
+def test_a_purge_is_tried_once_more_when_a_store_with_a_tripped_disk_ends(kit):
+    plan = FaultPlan()
+    store = kit.open(device=FaultyDevice(plan), retry_s=60.0)
+    mine, other = Chain(tenant("mine"), 4, seed=1), Chain(namespace(), 4, seed=2)
+    mine.save(store)
+    plan.writes_fail = errno.ENOSPC
+    other.save(store)
+    wait_until(lambda: kit.of(TierStateChanged))
+    store.purge(of("mine"))
+    plan.writes_fail = 0
+    store.close()
+    again = kit.open()
+    again.register(mine.space)
+    assert again.lookup(mine.root, mine.keys).blocks == 0

@@ -34,6 +34,11 @@ class Breaker:
         self.write_errors = 0
         self.read_errors = 0
 
+    @property
+    def is_lost(self) -> bool:
+        """The folder is gone for good: nothing may be written where it was."""
+        return self._lost
+
     def may_write(self) -> bool:
         """Writes are well, or their pause is over."""
         return not self.writes_open or self._clock.monotonic() >= self._write_again

@@ -27,12 +27,15 @@ class Strikes:
         self._is_erasing = False
         self.may_erase = True
         """Off once the store closes: what is not erased by then is left to the next start, which the journal tells."""
+        self._is_purging = False
+        """What was struck out last is not all durable, and some of it was purged."""
 
     def strike_out(self, space: Space, key: bytes, segment: Segment) -> None:
         """A page in `segment` is of no use any more; a purged one must leave the disk as well (R9).
 
         The lock is held by the caller.
         """
+        self._is_purging = self._is_purging or space.is_purged
         if space.is_purged and not segment.is_whole_tier:
             self._erasures.add(segment.number)
         else:
@@ -43,6 +46,7 @@ class Strikes:
     def drop_space(self, space: Space) -> None:
         """A purged namespace leaves the journal in one word."""
         with self._outbox:
+            self._is_purging = True
             self._deletes.append(DropEntry(space.number))
             self._outbox.changed.notify_all()
 
@@ -71,7 +75,14 @@ class Strikes:
         """What `take_deletes` or a snapshot took is journaled: whoever waits in `flush` may go on."""
         with self._outbox:
             self._is_striking = False
+            # What came meanwhile has its turn with the next batch.
+            self._is_purging = self._is_purging and bool(self._deletes)
             self._outbox.changed.notify_all()
+
+    @property
+    def owes_purge(self) -> bool:
+        """Something of a purged namespace is still to leave, in the journal or on the disk."""
+        return self._is_purging or self._is_erasing or bool(self._erasures)
 
     @property
     def is_settled(self) -> bool:

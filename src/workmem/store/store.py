@@ -265,15 +265,24 @@ class Store:
 
     def flush(self, timeout_s: float) -> bool:
         """See `KVStore.flush`."""
+        return self._flush(timeout_s, self._is_settled)
+
+    def _flush(self, timeout_s: float, is_done: Callable[[], bool]) -> bool:
         until = self._clock.monotonic() + timeout_s
         if not self._saver.drain(timeout_s):
             return False
         pool = self._pool.state
         with pool.outbox:
             left = max(0.0, until - self._clock.monotonic())
-            return pool.outbox.changed.wait_for(self._is_settled, left)
+            return pool.outbox.changed.wait_for(is_done, left)
 
     def _is_settled(self) -> bool:
+        if not self._is_quiet():
+            return False
+        # A tier that fails is not waited for, but whoever purged is not told that it is done.
+        return self._tier is None or self._breaker.is_lost or not self._tier.index.strikes.owes_purge
+
+    def _is_quiet(self) -> bool:
         pool = self._pool.state
         if pool.unwritten or pool.writes_in_flight:
             return False
@@ -291,7 +300,7 @@ class Store:
             if self._closed:
                 return
             self._closed = True
-        self.flush(CLOSE_S)
+        self._flush(CLOSE_S, self._is_quiet)
         if self._end_threads(END_S):
             self._give_back()
             return

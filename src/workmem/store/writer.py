@@ -40,7 +40,8 @@ class WriterThread:
     def _main(self) -> None:
         while self._wait():
             self._step()
-        if not self._breaker.writes_open:
+        if not self._breaker.is_lost:
+            # Also where the tier has failed: a purge that it never hears of comes back with the next start.
             self._work([])
 
     def _wait(self) -> bool:

@@ -82,21 +82,30 @@ class AttachedTier:
         self._make_room(sum(job.length for job in jobs))
         arena = self._pool.state.arena
         frames = [arena.writable(job.frame.offset, job.frame.size) for job in jobs]
+        out = [self._out(job, frame) for job, frame in zip(jobs, frames, strict=True)]
         try:
-            out = [self._out(job, frame) for job, frame in zip(jobs, frames, strict=True)]
-            outcomes = gather(len(out), lambda done: self.tier.put(out, done))
+            outcomes = self._put(out)
+        except OSError:
+            # It may have kept any of them, and nothing else remembers that: a purge would miss them.
+            self.index.strikes.return_deletes(
+                [DeleteEntry(job.space.number, page.about.name.key) for job, page in zip(jobs, out, strict=True)]
+            )
+            raise
         finally:
             for frame in frames:
                 frame.release()
-        if Outcome.FAILED in outcomes:
-            # Those that were kept are put again: that is DONE at once.
-            raise OSError(errno.EIO, f"{outcomes.count(Outcome.FAILED)} of {len(jobs)} pages were not kept")
         return [
             Extent(self.place, 0, page.about.length, page.about.header_sum)
             if outcome is Outcome.DONE
             else None
             for page, outcome in zip(out, outcomes, strict=True)
         ]
+
+    def _put(self, out: Sequence[PageOut]) -> list[Outcome]:
+        outcomes = gather(len(out), lambda done: self.tier.put(out, done))
+        if Outcome.FAILED in outcomes:
+            raise OSError(errno.EIO, f"{outcomes.count(Outcome.FAILED)} of {len(out)} pages were not kept")
+        return outcomes
 
     def tend(self) -> None:
         """Pass on what left. Raises OSError where the tier fails to drop it."""

@@ -356,3 +356,10 @@ def test_bounds_say_how_many(host):
     ]
     assert told
     assert told[0].limit == 1
+
+
+def test_a_folder_that_is_not_there_yet_is_not_that_of_a_store_without_one(host, tmp_path):
+    """Else what was to be kept on disk would be kept by nobody."""
+    host.serve(ssd=0)
+    with pytest.raises(TransferError, match="another folder"):
+        host.client(of_folder=tmp_path / "not there")

@@ -129,3 +129,19 @@ def test_nonsense_is_refused(body, form):
     for raw in (body, struct.pack("<H", len(body)) + body, struct.pack("<H", 2**16 - 1) + body):
         with pytest.raises(Malformed):
             steering.unpack_said(memoryview(raw), form)
+
+
+def test_what_cannot_be_sent_is_the_callers_error_and_costs_no_lease(host):
+    host.serve(ssd=0)
+    client = host.client()
+    CHAIN.save(client)
+    lease = client.lease(CHAIN.root, CHAIN.keys, owner="t", ttl_s=20)
+    for name, ttl_s in (("n" * 2**20, 60.0), ("n" * 600, 60.0), ("n", float("inf")), ("n", float("nan"))):
+        with pytest.raises(ClientError):
+            client.pin(CHAIN.root, CHAIN.keys, owner="agent", name=name, ttl_s=ttl_s)
+    with pytest.raises(ClientError, match="group"):
+        client.bind(CHAIN.root, CHAIN.keys, "g" * 600)
+    assert client.unpin("agent", "n") is False
+    assert lease.page(5)
+    assert client.gauges()["store_client_reconnects_total"] == 0
+    lease.release()

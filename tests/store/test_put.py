@@ -16,6 +16,7 @@ from workmem.core.outcomes import MissReason
 from workmem.store import copying
 from workmem.store.contract import SaveState
 from workmem.store.copying import PageCopy, native_copy, use_native_copy
+from workmem.store.saving import NewPage, save_pages
 from workmem.testing.pages import SLICED, SMALL, Chain, namespace, page_bytes, read_all
 
 pytestmark = pytest.mark.timeout(60)
@@ -251,3 +252,24 @@ def test_a_batch_that_cannot_begin_gives_back_what_it_took(kit, monkeypatch):
         store.put(chain.root, given(chain))
     assert store.gauges()["store_dram_used_bytes"] == 0
     assert store.put(chain.root, given(chain)) == [SaveState.STORED] * 6
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_an_interrupt_amid_a_put_leaves_no_frame_behind(kit, count):
+    store = kit.open(ssd=0)
+    chain = Chain(namespace(), count)
+    store.register(chain.space)
+    space, last = store.pool.space(chain.root), min(count, 2) - 1
+
+    def page(index: int) -> NewPage:
+        def write(payload: memoryview) -> tuple[int, ...]:
+            if index == last:
+                raise KeyboardInterrupt
+            return space.copy.writing(page_bytes(chain.keys[index], SMALL))(payload)
+
+        return NewPage(chain.block(index), write)
+
+    with pytest.raises(KeyboardInterrupt):
+        save_pages(store.pool, discard, space, [page(index) for index in range(count)])
+    assert store.gauges()["store_dram_used_bytes"] == 0
+    assert store.put(chain.root, given(chain)) == [SaveState.STORED] * count

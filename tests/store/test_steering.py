@@ -201,3 +201,14 @@ def test_bounds_are_told_by_events(kit):
     told = [event for event in kit.of(BoundReached) if event.name == "store.pins.budget"]
     assert told[0].limit == 8192
     assert "'p' of 'a'" in told[0].detail
+
+
+def test_a_group_cannot_be_made_too_large_in_several_calls(kit, monkeypatch):
+    monkeypatch.setattr("workmem.store.steering.GROUP_MAX", 4)
+    store = kit.open(ssd=0)
+    chain = Chain(namespace(), 6)
+    chain.save(store)
+    assert store.bind(chain.root, chain.keys[:3], "g") == 3
+    with pytest.raises(ClientError, match="would have 6 blocks"):
+        store.bind(chain.root, chain.keys[3:], "g")
+    assert store.bind(chain.root, chain.keys[:4], "g") == 4

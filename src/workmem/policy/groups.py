@@ -23,6 +23,10 @@ class LifeGroups(Generic[Group, Block]):
     def __len__(self) -> int:
         return len(self._members)
 
+    def size(self, group: Group) -> int:
+        """Blocks of a group."""
+        return len(self._members.get(group, ()))
+
     def join(self, group: Group, block: Block) -> None:
         """A block of a group became resident."""
         assert block not in self._group_of, f"block {block!r} is in group {self._group_of[block]!r} already"

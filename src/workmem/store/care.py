@@ -64,6 +64,10 @@ class Care:
         for tier in tiers:
             self._groups[tier].join(group, row)
 
+    def group_size(self, group: LifeGroup) -> int:
+        """Blocks of a group in the tier that has most of them."""
+        return max(groups.size(group) for groups in self._groups.values())
+
     def used_with(self, rows: Sequence[int], tier: TierName) -> Sequence[int]:
         """What a use of `rows` is a use of."""
         return self._groups[tier].used_with(rows) if self.group_of else rows

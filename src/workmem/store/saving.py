@@ -89,7 +89,18 @@ def _fill_all(
     filled: list[tuple[BlockId, Frame]] = []
     places: list[int] = []
     for index, frame in enumerate(begun):
-        if isinstance(frame, Frame) and _fill(pool, sink, space, pages[index], frame):
+        if not isinstance(frame, Frame):
+            continue
+        try:
+            is_filled = _fill(pool, sink, space, pages[index], frame)
+        except BaseException:
+            for at, left in enumerate(begun[index + 1 :], index + 1):
+                if isinstance(left, Frame):
+                    filled.append((pages[at].block, left))
+            for block, left in filled:
+                pool.abort_save(space, block, left)
+            raise
+        if is_filled:
             filled.append((pages[index].block, frame))
             places.append(index)
     if filled:
@@ -107,6 +118,10 @@ def _fill(pool: Pool, sink: EventSink, space: Space, page: NewPage, frame: Frame
         pool.abort_save(space, page.block, frame)
         sink(BoundReached(name="store.save_copy", limit=0, detail=f"copy_into raised {error!r}"))
         return False
+    except BaseException:
+        # Ctrl-C on a caller's own thread: nobody else knows of the frame, and it must not stay FILLING for ever.
+        pool.abort_save(space, page.block, frame)
+        raise
     finally:
         whole.release()
     return True

@@ -28,7 +28,7 @@ from workmem.store.ssd_index import SsdIndex
 PINS_MAX = 4096
 """Of all owners together: each costs an entry, however few blocks it names."""
 GROUP_MAX = 4096
-"""Blocks that one call may bind: they leave under one hold of the lock."""
+"""Blocks of a group, in each tier: they leave, and are used, under one hold of the lock."""
 
 
 class PinDesk:
@@ -107,6 +107,12 @@ class PinDesk:
         with state.outbox:
             care.is_used = True
             rows = [row for row in map(space.rows.get, keys) if row is not None]
+            size = care.group_size(own) + sum(row not in care.group_of for row in rows)
+            if size > GROUP_MAX:
+                raise ClientError(
+                    f"group {group[:64]!r} would have {size} blocks; {GROUP_MAX} may live and die together",
+                    param="group",
+                )
             for row in rows:
                 in_tiers = ((TierName.DRAM, state.is_in_order(row)), (TierName.SSD, self._is_on_ssd(row)))
                 care.bind(row, own, [tier for tier, is_there in in_tiers if is_there])

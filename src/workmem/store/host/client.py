@@ -72,7 +72,7 @@ class HostStore(RemoteSteering):
         self._closed = False
         self._pid = os.getpid()
         first = self._reading_link() if attaches else None
-        if first is not None and of_folder is not None and first.welcome.folder != folder_identity(of_folder):
+        if first is not None and of_folder is not None and not _is_of(first, of_folder):
             first.close()
             raise TransferError(f"the store served at {path} has another folder than {of_folder}")
         self._keeper = Keeper(self._reading_link, first, self._heard)
@@ -321,3 +321,9 @@ class HostStore(RemoteSteering):
     def _heard(self, why: str) -> None:
         state, reason = ("error", why) if why else ("ok", "attached again")
         self._sink(TierStateChanged(tier=TierName.DRAM, state=state, reason=f"{self._path}: {reason}"))
+
+
+def _is_of(link: Link, folder: Path) -> bool:
+    """Whether the store behind `link` keeps its pages in `folder`. One without any is of no folder, nor of one to come."""
+    mine = folder_identity(folder)
+    return any(mine) and link.welcome.folder == mine

@@ -71,7 +71,12 @@ H = TypeVar("H", bound=Head)
 
 
 def pack_said(head: Head, keys: Sequence[BlockKey] = ()) -> bytes:
-    """Body of any of these messages."""
+    """Body of any of these messages. Raises ClientError on what the other end would take for nonsense."""
+    try:
+        # The server hangs up on nonsense, and with the connection go the leases of everybody in this process.
+        msgspec.convert(msgspec.structs.asdict(head), type(head))
+    except msgspec.ValidationError as error:
+        raise ClientError(f"a {type(head).__name__.removesuffix('Head').lower()}: {error}") from error
     said = msgspec.json.encode(head)
     return _HEAD.pack(len(said)) + said + messages.pack_keys(keys)
 

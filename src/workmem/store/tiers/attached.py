@@ -88,7 +88,10 @@ class AttachedTier:
         except OSError:
             # It may have kept any of them, and nothing else remembers that: a purge would miss them.
             self.index.strikes.return_deletes(
-                [DeleteEntry(job.space.number, page.about.name.key) for job, page in zip(jobs, out, strict=True)]
+                [
+                    DeleteEntry(job.space.number, page.about.name.key)
+                    for job, page in zip(jobs, out, strict=True)
+                ]
             )
             raise
         finally:

@@ -189,6 +189,18 @@ def test_a_page_of_another_length_is_refused_with_both_lengths(kit):
         store.put(chain.root, given(chain))
 
 
+def test_a_page_read_by_another_layout_is_refused_and_stays_in_service(kit):
+    store = kit.open(ssd=0)
+    chain = Chain(namespace(), 1)
+    store.register(chain.space)
+    store.put(chain.root, given(chain))
+    lease = store.lease(chain.root, chain.keys, owner="test", ttl_s=60)
+    with pytest.raises(InvariantError, match="layout"):
+        PageCopy(SLICED).read(lease, 0, np.empty(SLICED.page_bytes, dtype=np.uint8))
+    lease.release()
+    assert store.lookup(chain.root, chain.keys).blocks == 1
+
+
 def test_put_into_a_dram_that_is_all_held_is_dropped(kit):
     store = kit.open(dram="64KiB", ssd=0)
     chain, other = Chain(namespace(), 8), Chain(namespace("other"), 3)

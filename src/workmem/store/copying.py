@@ -65,10 +65,16 @@ class PageCopy:
     def read(self, lease: Lease, index: int, into: Bytes) -> None:
         """Copy page `index` of `lease` into `page_bytes` bytes of the caller's, and compare the copy (R3).
 
-        Raises LeaseError where the page is not held, and IntegrityError where the copy is not what was stored:
-        the block has left service then, and `into` holds nothing of use.
+        Raises LeaseError where the page is not held, InvariantError where it is of another layout, and
+        IntegrityError where the copy is not what was stored: the block has left service then, and `into` holds
+        nothing of use.
         """
         wanted, page, target = lease.checksums(index), lease.page(index), self._bytes_of(into)
+        if page.nbytes != self._page_bytes or len(wanted) != self._count:
+            raise InvariantError(
+                f"a page of {page.nbytes} bytes in {len(wanted)} slices is read by the layout of one of "
+                f"{self._page_bytes} in {self._count}: take the PageCopy of the lease's layout"
+            )
         if self._native is None:
             found = _copied(self._runs, np.frombuffer(page, dtype=np.uint8), target)
         else:

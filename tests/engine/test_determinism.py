@@ -89,6 +89,19 @@ def test_any_batch_split_and_tier_gives_the_same_bits(
     asyncio.run(run())
 
 
+def test_a_seed_gives_the_same_answer_in_any_company(model: Path, bench: Make) -> None:
+    world = bench(batch_tokens=64, folder=model, deterministic=True, dtype="fp32")
+    drawn = {"temperature": 1.0, "seed": 5}
+
+    async def run() -> None:
+        alone = await world.ask(prompts()[0], OUTPUT, **drawn)
+        others = [world.ask(tokens, OUTPUT) for tokens in prompts()[1:]]
+        again, *_ = await asyncio.gather(world.ask(prompts()[0], OUTPUT, **drawn), *others)
+        assert again.tokens == alone.tokens
+
+    asyncio.run(run())
+
+
 def test_a_context_larger_than_the_pool_has_the_same_bits(model: Path, bench: Make) -> None:
     fixed = {"folder": model, "deterministic": True, "dtype": "fp32"}
     large = bench(batch_tokens=512, vram_bytes="8MiB", **fixed)

@@ -250,6 +250,14 @@ def _with_pre_hook(model: Any) -> None:
     model.model.norm.register_forward_pre_hook(lambda *_: None)
 
 
+def _with_hooked_activation(model: Any) -> None:
+    model.model.layers[1].mlp.act_fn.register_forward_hook(lambda *_: None)
+
+
+def _with_hooked_rotary(model: Any) -> None:
+    model.model.rotary_emb.register_forward_pre_hook(lambda *_: None)
+
+
 def _with_own_forward(model: Any) -> None:
     model.model.layers[2].self_attn.forward = lambda *_: None
 

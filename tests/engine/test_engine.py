@@ -24,6 +24,7 @@ from workmem.core.events import RequestFinished, RequestPreempted
 from workmem.core.generation import Caller
 from workmem.core.keys import block_keys
 from workmem.core.outcomes import MissReason
+from workmem.engines.embedded.scheduler import Work
 from workmem.gateway.replies import usage_body
 from workmem.store.config import DramConfig, SsdConfig, StoreConfig
 from workmem.store.contract import PageWrite
@@ -208,6 +209,35 @@ def test_a_context_whose_pages_in_dram_are_taken_back_ends_with_an_error_not_wit
             await asked
         again = await small.ask(tokens, 40)
         assert again.tokens == expected.tokens
+        await small.idle()
+
+    asyncio.run(run())
+
+
+def test_pages_taken_back_amid_a_step_end_who_read_them_and_nobody_else(
+    bench: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = bench(vram_bytes="200KiB", batch_tokens=32, dtype="fp32")
+    long, short = prompt(350), prompt(20, seed=2)
+
+    async def run() -> None:
+        expected = await small.ask(short, 40)
+        await small.ask(long, 40)
+        await small.idle()
+        inner = small.engine.thread.runner.run
+
+        def run_and_lose(work: list[Work]) -> torch.Tensor:
+            if len(work) > 1 and any(item.seq.spilled for item in work):
+                assert small.store is not None
+                small.store.pool.leases.end_leases()
+            return inner(work)
+
+        monkeypatch.setattr(small.engine.thread.runner, "run", run_and_lose)
+        reader = asyncio.create_task(small.ask(long, 40))
+        other = await small.ask(short, 40)
+        with pytest.raises(EngineError, match="left dram while they were in use"):
+            await reader
+        assert other.tokens == expected.tokens
         await small.idle()
 
     asyncio.run(run())

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
@@ -17,13 +18,18 @@ from workmem.core.errors import EngineError, InvariantError
 from workmem.core.keys import BlockKey, block_keys
 from workmem.core.layout import KVLayout, Namespace
 from workmem.core.outcomes import Lookup, MissReason
+from workmem.engines.embedded.loading import LoadGate, PageLoader
 from workmem.store import copying, saver
 from workmem.store.catalog import Promotion
 from workmem.store.contract import Lease, PageWrite, SaveState
 from workmem.store.copying import CopySlices, use_native_copy
+from workmem.testing.pages import SLICED
 from workmem.testing.tiny_models import build_model
 
 from .conftest import Bench
+
+if TYPE_CHECKING:
+    from workmem.engines.embedded.kv_pages import KVPages
 
 Make = Callable[..., Bench]
 TOKENS = [random.Random(1).randrange(256) for _ in range(100)]
@@ -461,3 +467,58 @@ def test_an_urgent_request_takes_the_place_of_one_whose_pages_still_come(bench: 
         assert (await waiting).cached == 0
 
     asyncio.run(run())
+
+
+class TwoPages:
+    """A lease of two pages in dram, and vram blocks of which the second takes its first slice wrong."""
+
+    layout = SLICED
+    keys = (b"", b"")
+    ready, failed = 2, None
+
+    def __init__(self) -> None:
+        self.cleared: list[int] = []
+        self.abandon: Callable[[], None] = lambda: None
+
+    def copier_in(self, block: int, source: memoryview) -> CopySlices:
+        del source
+
+        def copy(parts: range) -> tuple[int, ...]:
+            if block == 0 and parts.start == 1:
+                self.abandon()
+            return tuple(1 if block else 0 for _ in parts)
+
+        return copy
+
+    def page(self, index: int) -> memoryview:
+        return memoryview(bytes(index))
+
+    def checksums(self, index: int) -> tuple[int, ...]:
+        del index
+        return (0, 0, 0)
+
+    def quarantine(self, index: int) -> None:
+        assert index == 1
+
+    def clear(self, block: int) -> None:
+        self.cleared.append(block)
+
+
+def test_a_load_that_is_broken_off_leaves_no_page_in_a_block_that_failed_its_check() -> None:
+    """Its bytes may read as NaN, and the next owner of the block would spread them."""
+    two = TwoPages()
+    loader = PageLoader(cast("KVPages", two), lambda: None)
+    gates: list[LoadGate] = []
+    is_known = threading.Event()
+
+    def abandon() -> None:
+        assert is_known.wait(30)
+        gates[0].is_abandoned = True
+
+    two.abandon = abandon
+    gates.append(loader.load(cast("Lease", two), 0, [0, 1]))
+    is_known.set()
+    gates[0].wait()
+    loader.close()
+    assert gates[0].failed_at is not None
+    assert two.cleared == [1]

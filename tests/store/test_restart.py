@@ -65,20 +65,26 @@ def test_lease_given_back_while_its_pages_are_on_the_way(kit):
     again.audit()
 
 
-def test_a_holder_hears_of_each_page_and_of_the_end(kit, monkeypatch):
-    chain = Chain(namespace(), 12)
+def reopened_with_slow_reads(kit, monkeypatch, chain):
+    """A store that has `chain` on ssd only, and the event that its reads wait for."""
     store = kit.open()
     chain.save(store)
     store.close()
     again = kit.open()
     again.register(chain.space)
-    is_subscribed, inner = threading.Event(), again._reader._fill
+    may_read, inner = threading.Event(), again._reader._fill
 
     def fill(run, pages):
-        assert is_subscribed.wait(30)
+        assert may_read.wait(30)
         return inner(run, pages)
 
     monkeypatch.setattr(again._reader, "_fill", fill)
+    return again, may_read
+
+
+def test_a_holder_hears_of_each_page_and_of_the_end(kit, monkeypatch):
+    chain = Chain(namespace(), 12)
+    again, is_subscribed = reopened_with_slow_reads(kit, monkeypatch, chain)
     lease = again.lease(chain.root, chain.keys, owner="watcher", ttl_s=60)
     seen, settled = [], threading.Event()
     lease.on_ready(lambda: seen.append(lease.ready))
@@ -95,18 +101,7 @@ def test_a_holder_hears_of_each_page_and_of_the_end(kit, monkeypatch):
 
 def test_a_lease_that_ends_early_tells_who_waits_for_its_pages(kit, monkeypatch):
     chain = Chain(namespace(), 3)
-    store = kit.open()
-    chain.save(store)
-    store.close()
-    again = kit.open()
-    again.register(chain.space)
-    is_ended, inner = threading.Event(), again._reader._fill
-
-    def fill(run, pages):
-        assert is_ended.wait(30)
-        return inner(run, pages)
-
-    monkeypatch.setattr(again._reader, "_fill", fill)
+    again, is_ended = reopened_with_slow_reads(kit, monkeypatch, chain)
     lease = again.lease(chain.root, chain.keys, owner="late", ttl_s=60)
     seen = []
     lease.on_ready(lambda: seen.append(lease.failed))

@@ -7,7 +7,7 @@ while it is held: what must be told is collected and told after.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 from workmem.core.clock import Clock
@@ -115,8 +115,7 @@ class Pool:
         begun: list[Frame | SaveState] = []
         with self.state.outbox:
             try:
-                for block, workflow in zip_longest(blocks, workflows, fillvalue=""):
-                    assert not isinstance(block, str)
+                for block, workflow in zip(blocks, workflows or repeat(""), strict=False):
                     answer = self._begin(space, block, workflow)
                     if answer is None:
                         break

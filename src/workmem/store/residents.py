@@ -21,6 +21,7 @@ from workmem.policy.quotas import Quota
 from workmem.store.arena import Arena
 from workmem.store.care import Care
 from workmem.store.catalog import IS_BACK, NO_SEGMENT, Catalog, Space
+from workmem.store.charges import Charges
 from workmem.store.frames import NO_OWNER, Frame, FrameState, FrameTable
 from workmem.store.outbox import Outbox
 from workmem.store.shares import TierShares
@@ -43,8 +44,7 @@ class Residents:
         self.care = Care(self.catalog, pin_budget_bytes)
         self.shares: TierShares | None = None
         """Set with the first quota; its order is then `order`."""
-        self._charged: dict[int, tuple[str, int]] = {}
-        """Group that answers for a frame, and its size, by its offset; empty without quotas."""
+        self._charges = Charges()
         self.spaces: dict[bytes, Space] = {}
         self.counts: Counter[str] = Counter()
         self.unwritten: deque[tuple[int, int]] = deque()
@@ -83,7 +83,7 @@ class Residents:
             if self.shares is None or not self.shares.ledger.is_over(group, size):
                 frame = self.frames.reserve(size)
                 if frame is not None:
-                    self._charge(frame, group)
+                    self._charges.take(self.shares, frame, group)
                     return frame
             row = self._victim(group, size)
             if row == NO_ROW and self.reclaim():
@@ -143,16 +143,9 @@ class Residents:
             return ""
         return self.shares.group(space.namespace.tenant_salt, self.catalog.workflow_name(workflow))
 
-    def _charge(self, frame: Frame, group: str) -> None:
-        if self.shares is not None:
-            self.shares.ledger.charge(group, frame.size)
-            self._charged[frame.offset] = group, frame.size
-
     def refund(self, frame: Frame) -> None:
         """Nobody answers for a frame any more: it holds no page that counts."""
-        charge = self._charged.pop(frame.offset, None) if self._charged else None
-        if charge is not None and self.shares is not None:
-            self.shares.ledger.refund(*charge)
+        self._charges.give_up(self.shares, frame)
 
     def _bytes_of(self, row: int) -> int:
         frame = self.catalog.frame[row]
@@ -172,24 +165,13 @@ class Residents:
             self.frames.free(self._evict(row))
 
     def _regroup(self, shares: TierShares) -> None:
-        catalog, charged = self.catalog, self._charged
+        catalog = self.catalog
         rows = [row for row in range(len(catalog.frame)) if self.is_in_order(row)]
         shares.regroup(self.order, rows, self._bytes_of, self.is_in_order)
         self.shares, self.order = shares, shares.order
-        self._charged = {}
-        for row, frame in enumerate(catalog.frame):
-            if frame is None:
-                continue
-            charged.pop(frame.offset, None)
-            if row in self._is_late:
-                self._charge(frame, shares.group_of(row))
-            else:
-                self._charged[frame.offset] = shares.group_of(row), frame.size
-                self._tell_order(row)
-        # What is left is being filled, for who asked for it.
-        for offset, (group, size) in charged.items():
-            self._charged[offset] = group, size
-            shares.ledger.charge(group, size)
+        for row in rows:
+            self._tell_order(row)
+        self._charges.regroup(shares, catalog, self.is_in_order)
 
     def is_in_order(self, row: int) -> bool:
         """Whether the dram order has the block: it is in dram, and not waiting for a parent to come."""
@@ -227,9 +209,7 @@ class Residents:
         new.owner = row
         self.catalog.frame[row] = new
         self.frames.move(old, FrameState.EVICTING)
-        charge = self._charged.pop(old.offset, None)
-        if charge is not None:
-            self._charged[new.offset] = charge
+        self._charges.move(old, new)
         self.frames.free(old)
         self.counts["dram_moved_bytes"] += old.size
 
@@ -316,7 +296,7 @@ class Residents:
             self.order.insert(row, parent if is_there else NO_ROW, frame.size, is_back=is_back)
         else:
             self.refund(frame)
-            self._charge(frame, self.shares.group_of(row))
+            self._charges.take(self.shares, frame, self.shares.group_of(row))
             self.shares.insert(row, parent if is_there else NO_ROW, frame.size, is_back=is_back)
         if self.care.is_used:
             self.care.entered(row, TierName.DRAM, self.order)
@@ -435,7 +415,7 @@ class Residents:
         """Recount everything. Raises InvariantError on the first thing that does not add up."""
         self.frames.audit()
         if self.shares is not None:
-            self._audit_shares(self.shares)
+            self._charges.audit(self.shares, self.catalog)
         self._audit_rows()
 
     def _audit_rows(self) -> None:
@@ -461,16 +441,6 @@ class Residents:
         in_dram = sum(frame is not None for frame in catalog.frame)
         if len(self.order) + len(self._is_late) != in_dram:
             raise InvariantError(f"{in_dram} blocks are in dram, the order has {len(self.order)}")
-
-    def _audit_shares(self, shares: TierShares) -> None:
-        charged = Counter[str]()
-        for group, size in self._charged.values():
-            charged[group] += size
-        if any(shares.ledger.used(group) != size for group, size in charged.items()):
-            raise InvariantError(f"frames are charged {charged}, groups hold {shares.ledger.total} bytes")
-        for row, frame in enumerate(self.catalog.frame):
-            if frame is not None and self._charged.get(frame.offset) != (shares.group_of(row), frame.size):
-                raise InvariantError(f"the frame of row {row} is charged to another group than its own")
 
 
 def _no_extent(row: int) -> None:

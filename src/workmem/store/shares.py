@@ -81,8 +81,8 @@ class TierShares:
     ) -> None:
         """Take over all `rows` of an order, the next to leave first, and charge what they hold.
 
-        What the old order had learned is lost. Some 5 s per million blocks: set quotas before the start
-        where that is too long.
+        What the old order had learned is lost. Takes time for every block of the tier, under the pool's lock:
+        set quotas before the start where that is too long.
         """
         line = list(_drained(old))
         drained = set(line)

@@ -146,8 +146,8 @@ class Store:
 
     @property
     def folder(self) -> Path | None:
-        """Where its pages are on disk; None where they are in memory only."""
-        return None if self._tier is None else Path(self._config.ssd.path).expanduser()
+        """Where its pages are on disk; None where they are in memory only, or with a tier that somebody installed."""
+        return Path(self._config.ssd.path).expanduser() if isinstance(self._tier, SsdTier) else None
 
     def register(self, namespace: Namespace) -> bytes:
         """See `KVStore.register`. Raises ConfigError where pages would be rounded and must not be."""

@@ -41,7 +41,7 @@ typedef struct {
 typedef struct {
     int64_t rows, threads, splits_total;
     const int64_t *tokens;     /* [rows] */
-    const float *const *turns; /* per row: cosines [dim], then sines [dim] */
+    const float *const *rotations; /* per row: cosines [dim], then sines [dim] */
     const int64_t *pages, *first_page, *lengths, *first_split; /* as for workmem_paged_attention */
     float *x;      /* [rows][hidden], kept from call to call */
     float *normed; /* [threads][rows][hidden] */
@@ -103,9 +103,9 @@ static const float *normed(const model *m, const step *s, const float *weight) {
     return own;
 }
 
-static void turn_head(float *head, const float *turn, int64_t dim) {
+static void rotate_head(float *head, const float *rotation, int64_t dim) {
     int64_t half = dim / 2;
-    const float *cosine = turn, *sine = turn + dim;
+    const float *cosine = rotation, *sine = rotation + dim;
     for (int64_t d = 0; d < half; d++) {
         float a = head[d], b = head[d + half];
         head[d] = a * cosine[d] - b * sine[d];
@@ -113,7 +113,7 @@ static void turn_head(float *head, const float *turn, int64_t dim) {
     }
 }
 
-/* Norm and turn the heads of q and k; K and V go to their pages as each row's last token. */
+/* Norm and rotate the heads of q and k; K and V go to their pages as each row's last token. */
 static void place_heads(const model *m, const step *s, const layer *l, const shape *place) {
     int64_t per_row = m->heads + 2 * m->kv_heads, dim = m->dim, value_bytes = m->kv_is_bf16 ? 2 : 4;
 #pragma omp for schedule(static)
@@ -125,7 +125,7 @@ static void place_heads(const model *m, const step *s, const layer *l, const sha
                            : (is_k ? s->k : s->v) + (row * m->kv_heads + kv) * dim;
         const float *norm = is_q ? l->q_norm : is_k ? l->k_norm : 0;
         if (norm) rms_norm(head, norm, dim, (float)m->epsilon, head);
-        if (l->rotates && (is_q || is_k)) turn_head(head, s->turns[row], dim);
+        if (l->rotates && (is_q || is_k)) rotate_head(head, s->rotations[row], dim);
         if (is_q) continue;
         char *page = (char *)(intptr_t)s->pages[s->first_page[row] + last / m->block_tokens];
         int64_t at = (last % m->block_tokens * m->kv_heads + kv) * dim * value_bytes;

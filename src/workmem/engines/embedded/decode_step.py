@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 ROWS_MAX = 64
 """Most requests in a step, as compiled in. Measured up to here, the modules are never faster."""
-TURNS_PER_TABLE = 1024
+ROTATIONS_PER_TABLE = 1024
 _POINTER, _I64 = ctypes.c_void_p, ctypes.c_int64
 
 
@@ -32,15 +32,18 @@ class CStep(ctypes.Structure):
 
     _fields_ = (
         *((name, _I64) for name in ("rows", "threads", "splits_total")),
-        *((name, _POINTER) for name in ("tokens", "turns", "pages", "first_page", "lengths", "first_split")),
+        *(
+            (name, _POINTER)
+            for name in ("tokens", "rotations", "pages", "first_page", "lengths", "first_split")
+        ),
         *((name, _POINTER) for name in ("x", "normed", "q", "k", "v", "out", "act", "parts", "logits")),
     )
 
 
-class Turns:
+class Rotations:
     """Cosines and sines of positions, asked of the model's own rotary module, which knows its variant.
 
-    Kept in tables of `TURNS_PER_TABLE` positions: 8 bytes per position and dim, for positions that were used.
+    Kept in tables of `ROTATIONS_PER_TABLE` positions: 8 bytes per position and dim, for positions that were used.
     """
 
     def __init__(self, rotary: Any, dim: int) -> None:
@@ -52,19 +55,19 @@ class Turns:
         """Where each position's cosines and sines, fp32 [2, dim], lie."""
         row_bytes = 2 * self._dim * 4
         return [
-            self._table(at // TURNS_PER_TABLE).data_ptr() + at % TURNS_PER_TABLE * row_bytes
+            self._table(at // ROTATIONS_PER_TABLE).data_ptr() + at % ROTATIONS_PER_TABLE * row_bytes
             for at in positions
         ]
 
     def fits(self) -> bool:
-        """Whether the module turns whole heads."""
-        return tuple(self._table(0).shape) == (TURNS_PER_TABLE, 2, self._dim)
+        """Whether the module rotates whole heads."""
+        return tuple(self._table(0).shape) == (ROTATIONS_PER_TABLE, 2, self._dim)
 
     def _table(self, index: int) -> torch.Tensor:
         table = self._tables.get(index)
         if table is None:
-            first = index * TURNS_PER_TABLE
-            positions = torch.arange(first, first + TURNS_PER_TABLE)[None]
+            first = index * ROTATIONS_PER_TABLE
+            positions = torch.arange(first, first + ROTATIONS_PER_TABLE)[None]
             both = self._rotary(torch.zeros(1, dtype=torch.float32), position_ids=positions)
             table = self._tables[index] = torch.stack([part[0] for part in both], dim=1).contiguous()
         return table
@@ -78,7 +81,7 @@ class DecodeStep:
         self._kernel = kernel
         heads, kv_heads, dim, hidden, inner, vocabulary = weights.sizes
         self._part_floats = heads * (dim + 2)
-        self._turns = Turns(weights.rotary, dim)
+        self._rotations = Rotations(weights.rotary, dim)
         floats = {
             "x": hidden, "q": heads * dim, "k": kv_heads * dim, "v": kv_heads * dim, "out": heads * dim, "act": inner,
         }  # fmt: skip
@@ -98,11 +101,11 @@ class DecodeStep:
         self._normed = _at_least(self._normed, threads * rows * hidden)
         self._parts = _at_least(self._parts, where.splits_total * self._part_floats)
         token_ids = np.array(tokens, dtype=np.int64)
-        turns = np.array(self._turns.addresses(positions), dtype=np.int64)
+        rotations = np.array(self._rotations.addresses(positions), dtype=np.int64)
         pages, first_page, lengths, first_split = where.addresses
         step = CStep(
             rows=rows, threads=threads, splits_total=where.splits_total, tokens=token_ids.ctypes.data,
-            turns=turns.ctypes.data, pages=pages, first_page=first_page, lengths=lengths, first_split=first_split,
+            rotations=rotations.ctypes.data, pages=pages, first_page=first_page, lengths=lengths, first_split=first_split,
             normed=self._normed.data_ptr(), parts=self._parts.data_ptr(), logits=self._logits.data_ptr(),
             **{name: buffer.data_ptr() for name, buffer in self._buffers.items()},
         )  # fmt: skip
@@ -126,8 +129,8 @@ def build(
     weights, reason = decode_weights.collect(model, layout)
     if weights is None:
         return None, (f"Decoding runs on torch operators, slower: {reason}.",)
-    if not Turns(weights.rotary, layout.head_dim).fits():
-        return None, ("Decoding runs on torch operators, slower: positions turn parts of heads.",)
+    if not Rotations(weights.rotary, layout.head_dim).fits():
+        return None, ("Decoding runs on torch operators, slower: positions rotate parts of heads.",)
     return DecodeStep(weights, kernel), (
         f"Up to {ROWS_MAX} decoding requests run as one native call a step.",
     )

@@ -85,6 +85,7 @@ class DecodeWeights:
         body = model.model
         _children(body, ("embed_tokens", "layers", "norm", "rotary_emb"))
         _require(type(body.rotary_emb).__name__ in ROTARIES, "the rotary embedding is not known")
+        _unhooked(body.rotary_emb)
         _require(len(body.layers) == layout.layers, "not every layer has KV")
         hidden, inner, vocabulary = config.hidden_size, config.intermediate_size, config.vocab_size
         heads, kv_heads, dim = config.num_attention_heads, layout.kv_heads, layout.head_dim
@@ -118,6 +119,7 @@ class DecodeWeights:
         _children(attention, (*names, "q_norm", "k_norm") if normed else names)
         _children(mlp, ("gate_proj", "up_proj", "down_proj", "act_fn"))
         _require(type(mlp.act_fn) in (nn.SiLU, SiLUActivation), "the activation is not SiLU")
+        _unhooked(mlp.act_fn)
         _require(getattr(attention, "sliding_window", None) is None, "a layer attends through a window")
         return CLayer(
             q=self._product(attention.q_proj, hidden, heads * dim),
@@ -154,8 +156,9 @@ class DecodeWeights:
         )
         _require(tuple(tensor.shape) == shape, f"a weight has shape {tuple(tensor.shape)}, not {shape}")
         _require(tensor.is_contiguous(), "a weight is not contiguous")
-        self._held.append(tensor)
-        return tensor.data_ptr()
+        # Not the parameter: whoever gives that other data must not pull these bytes away.
+        self._held.append(held := tensor.detach())
+        return held.data_ptr()
 
 
 def collect(model: Any, layout: KVLayout) -> tuple[DecodeWeights | None, str]:

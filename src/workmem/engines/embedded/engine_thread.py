@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from workmem.core.clock import Clock
-from workmem.core.errors import EngineError, InvariantError, WorkmemError
+from workmem.core.errors import EngineError, InvariantError, LeaseError, WorkmemError
 from workmem.core.events import EventSink
 from workmem.core.outcomes import COMPUTED
 from workmem.engines.embedded import fuse, tiles
@@ -176,8 +176,19 @@ class EngineThread:
         work = self._runnable(work)
         if not work:
             return False
-        logits = self.runner.run(work)
+        try:
+            logits = self.runner.run(work)
+        except LeaseError:
+            if len(self._runnable(work)) == len(work):
+                raise
+            # Pages were taken back amid the step: whoever read them has ended, the others' step is done again.
+            return True
         self._steps += 1
+        self._take(work, logits)
+        return True
+
+    def _take(self, work: list[Work], logits: torch.Tensor) -> None:
+        """Book the step and give each request the token that it sampled."""
         sampled: list[tuple[int, Sequence]] = []
         row = -1
         for item in work:
@@ -189,7 +200,6 @@ class EngineThread:
             picked = logits if len(rows) == logits.shape[0] else logits[rows]
             for seq in self.output.advance([seq for _, seq in sampled], picked):
                 self.scheduler.finish(seq)
-        return True
 
     def _runnable(self, work: list[Work]) -> list[Work]:
         """Without what has ended, or has lost pages that it would read in place."""

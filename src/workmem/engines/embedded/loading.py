@@ -196,7 +196,7 @@ class PageLoader:
         while gate.copied < gate.lease.ready - gate.first and not (gate.is_abandoned or gate.is_open):
             page = self._page(gate, gate.copied)
             if not self._bring(gate, gate.copied, page, range(len(page.wanted))):
-                self._pages.clear(gate.blocks[gate.copied])
+                self._clear(gate.blocks[gate.copied : gate.copied + 1])
                 self._end_short(gate, gate.copied, MissReason.CORRUPT)
                 return
             gate.copied += 1
@@ -210,6 +210,7 @@ class PageLoader:
         for part in range(last + 1):
             for index in range(first, usable):
                 if gate.is_abandoned:
+                    self._clear(gate.blocks[usable:])
                     return
                 if not self._bring(gate, index, pages[index - first], range(part, part + 1)):
                     usable = index
@@ -221,10 +222,13 @@ class PageLoader:
             self.counters.pages += usable
             gate.arrive(last)
             return
-        # Half a page of somebody's bytes may read as NaN, which even a masked product would spread.
-        for block in gate.blocks[usable:]:
-            self._pages.clear(block)
+        self._clear(gate.blocks[usable:])
         self._end_short(gate, usable, MissReason.CORRUPT)
+
+    def _clear(self, blocks: list[int]) -> None:
+        """Half a page of somebody's bytes may read as NaN, which even a masked product would spread."""
+        for block in blocks:
+            self._pages.clear(block)
 
     def _end_short(self, gate: LoadGate, usable: int, reason: MissReason) -> None:
         if not gate.finished:

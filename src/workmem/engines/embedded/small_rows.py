@@ -4,8 +4,8 @@ A decoded token reads every weight once, so its speed is that of memory. Weights
 kept twice: as fp32 for many rows (prefill), where fp32 arithmetic is fastest, and as bf16 for few rows,
 where half the bytes are read. Memory: 6 bytes per weight instead of 4.
 
-In between, the product is turned: W x^T runs faster than x W^T in the libraries torch calls on a CPU without
-AVX-512, since the long side is then the one that is cut into tiles. 16 rows: 124 ms and 76 ms turned; 64 rows:
+In between, the product is transposed: W x^T runs faster than x W^T in the libraries torch calls on a CPU without
+AVX-512, since the long side is then the one that is cut into tiles. 16 rows: 124 ms and 76 ms transposed; 64 rows:
 254 and 185; from 192 on they are equal, at 256 it is the other way round.
 
 Measured on 2 AVX2 cores over the layers of SmolLM2-135M, fp32 against bf16: 1 row 47 and 20 ms, 2 rows
@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 
 ROWS_MAX = 4
 """Most rows that read the twin."""
-TURNED_ROWS_MAX = 96
-"""Most rows whose product is turned."""
+TRANSPOSED_ROWS_MAX = 96
+"""Most rows whose product is transposed."""
 RESCORED = 64
 """Candidates of the output layer that are computed again in fp32."""
 
@@ -45,7 +45,7 @@ class SmallRowsLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See the class."""
-        if x.numel() > TURNED_ROWS_MAX * self.in_features:
+        if x.numel() > TRANSPOSED_ROWS_MAX * self.in_features:
             return nn.functional.linear(x, self.weight, self.bias)
         if x.numel() > self.rows_max * self.in_features:
             y = torch.mm(self.weight, x.reshape(-1, self.in_features).t()).t()

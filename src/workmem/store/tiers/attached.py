@@ -46,10 +46,12 @@ class AttachedTier:
     """See `tiers.ssd.SsdTier`, whose place it takes."""
 
     def __init__(self, tier: Tier, pool: Pool, eviction: EvictionName = "value") -> None:
+        """Opens the tier and takes over what it holds from before. Raises OSError where it cannot be used."""
         self.tier = tier
         self.forms = PageForms()
         self._pool = pool
-        # Until `open`, which is when a medium knows its size.
+        held = _opened(tier, pool)
+        # Not before: only then a medium has to know its size.
         self.capacity_bytes = tier.usage().capacity_bytes or _NO_BOUND
         self.index = SsdIndex(pool.state, self.capacity_bytes, eviction)
         self.writes = WriteQueue(pool.state, self.index, self.capacity_bytes)
@@ -58,16 +60,14 @@ class AttachedTier:
         self.index.segments[_PLACE] = self.place
         self._roots: dict[int, bytes] = {}
         """Of every namespace that has had a page here, by its number: strikes know it by that."""
+        self._restore_all(held)
 
     @property
     def batch_bytes(self) -> int:
         """Most bytes to hand to one `write`."""
         return min(_BATCH_BYTES, max(self.capacity_bytes // 4, 1))
 
-    def open(self) -> None:
-        """Take over what the tier holds from before. Raises OSError where it cannot be used."""
-        arena = self._pool.state.arena
-        held = self.tier.open(ArenaMemory(arena.base_address, arena.capacity_bytes))
+    def _restore_all(self, held: Sequence[HeldPage]) -> None:
         by_space: dict[Space, list[int]] = {}
         for page in held:
             row = self._restore(page)
@@ -130,7 +130,9 @@ class AttachedTier:
         return ended
 
     def _restore(self, page: HeldPage) -> int | None:
-        if page.namespace.root() != page.name.root:
+        if page.namespace.root() != page.name.root or not (
+            0 <= page.depth < 1 << 32 and 0 <= page.header_sum < 1 << 64
+        ):
             return None
         space, _ = self._pool.add_space(page.namespace)
         if page.length != space.frame_bytes or BlockKey(page.name.key) in space.rows:
@@ -177,6 +179,20 @@ class AttachedTier:
     def _drop(self, names: Sequence[PageName]) -> None:
         if names and Outcome.FAILED in gather(len(names), lambda done: self.tier.drop(names, done)):
             raise OSError(errno.EIO, "the tier failed to drop pages")
+
+
+def _opened(tier: Tier, pool: Pool) -> list[HeldPage]:
+    arena = pool.state.arena
+    try:
+        # All of it before the first page is believed: it may come from a generator that fails half-way.
+        return list(tier.open(ArenaMemory(arena.base_address, arena.capacity_bytes)))
+    except OSError:
+        tier.close(CLOSE_S)
+        raise
+    except Exception as error:  # plugin boundary: a tier is other people's code
+        log.exception("a tier raised instead of opening")
+        tier.close(CLOSE_S)
+        raise OSError(errno.EIO, f"the tier raised {error!r}") from error
 
 
 def gather(count: int, call: Callable[[Callable[[int, Outcome], None]], None]) -> list[Outcome]:

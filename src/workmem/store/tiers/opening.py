@@ -37,7 +37,6 @@ def open_below(
     try:
         if config.below.tier != BUILT_IN:
             tier = AttachedTier(find_tier(config.below.tier, config.below.options), pool, config.ssd.eviction)
-            tier.open()
             pool.state.below = tier.tier.kind
         elif config.below.options:
             raise ConfigError("$.store.below.options: are for an installed tier; ssd is set by store.ssd")

@@ -26,7 +26,7 @@ from workmem.core.layout import Namespace
 from workmem.store.store import Store
 from workmem.testing.pages import page_bytes, settle
 
-SECONDS = float(os.environ.get("SOAK_SECONDS", "20"))
+SECONDS = float(os.environ.get("SOAK_SECONDS", "10"))
 FRAGMENTED_MAX = 0.05
 """Share of the arena, in the median of a life, that holds no page while six layouts fight for it."""
 

@@ -1,5 +1,6 @@
 """Upstream mode before real instances of our own server."""
 
+import asyncio
 import json
 import time
 from contextlib import ExitStack
@@ -63,6 +64,27 @@ def test_a_session_stays_with_one_server_and_sessions_spread(front, engines):
     by_engine = [{request.caller.session for request in engine.requests} for engine in engines]
     assert all(by_engine)
     assert not by_engine[0] & by_engine[1]
+
+
+def test_a_session_stays_with_one_server_that_is_slow_to_say_what_it_serves(
+    engines, stack, wire_to, until
+):
+    def slow_to_list(app):
+        async def serve(scope, receive, send):
+            if scope.get("path") == "/v1/models":
+                await asyncio.sleep(0.5)
+            await app(scope, receive, send)
+
+        return serve
+
+    config = ServerConfig(port=0, shutdown_s=1)
+    apps = [build_app(engines[0], config), slow_to_list(build_app(engines[1], config))]
+    backs = tuple(stack.enter_context(running(app, config)) for app in apps)
+    app = build_upstream_app(UpstreamConfig(urls=backs, read_timeout_s=2), FRONT)
+    front = wire_to(stack.enter_context(running(app, FRONT)))
+    until(lambda: front.get("/health")[2]["servers"][0]["models"])
+    assert not front.get("/health")[2]["servers"][1]["models"]
+    test_a_session_stays_with_one_server_and_sessions_spread(front, engines)
 
 
 def test_an_unnamed_session_stays_with_one_server_by_its_history(front, engines):

@@ -25,6 +25,11 @@ class UpstreamServer:
         self.has_listed = False
         self.last_error = ""
 
+    @property
+    def is_unknown(self) -> bool:
+        """Whether its first list is still on its way: to rank without it would move its sessions elsewhere."""
+        return not self.has_listed and not self.last_error
+
     def is_down(self, now: float) -> bool:
         """Whether it refused a connection a moment ago."""
         return now < self.down_until

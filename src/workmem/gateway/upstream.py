@@ -87,7 +87,9 @@ class Upstream:
         caller = with_session(
             identify(headers, raw, tenant=exchange.tenant), self.sessions, str(model), history_of(raw)
         )
-        if model and model not in merged_models(self.servers):
+        if any(server.is_unknown for server in self.servers) or (
+            model and model not in merged_models(self.servers)
+        ):
             await self._refresh(unless_asked_s=1.0)
         affinity = f"{caller.tenant}\0{caller.session}" if caller.session else ""
         order = rank(self.servers, model=str(model), affinity=affinity, now=time.monotonic())

@@ -66,9 +66,7 @@ def test_a_session_stays_with_one_server_and_sessions_spread(front, engines):
     assert not by_engine[0] & by_engine[1]
 
 
-def test_a_session_stays_with_one_server_that_is_slow_to_say_what_it_serves(
-    engines, stack, wire_to, until
-):
+def test_a_session_stays_with_one_server_that_is_slow_to_say_what_it_serves(engines, stack, wire_to, until):
     def slow_to_list(app):
         async def serve(scope, receive, send):
             if scope.get("path") == "/v1/models":

@@ -45,6 +45,16 @@ def test_each_span_is_accounted_for(server, capsys):
     assert capsys.readouterr().out == out
 
 
+def test_kv_that_was_kept_rounded_is_said(capsys):
+    engine = FakeEngine()
+    engine.approximate = True
+    with running(build_app(engine, ServerConfig())) as url:
+        for state in ("differs", "approximate"):
+            request_id = ask(url, "A long story about a fox and a goose that everybody knows by heart. ")
+            assert main(["explain", request_id, "--url", url]) == 0
+            assert ("approximate" in capsys.readouterr().out) is (state == "approximate")
+
+
 def test_an_id_nobody_knows_is_said(server, capsys):
     assert main(["explain", "nosuch", "--url", server]) == 1
     assert "No request 'nosuch' is remembered" in capsys.readouterr().err

@@ -152,6 +152,11 @@ def test_running_and_cancelled_requests_are_accounted_as_far_as_known():
     assert cancelled.finished
     assert cancelled.cached_tokens == 16
     assert cancelled.tokens_by_source == {"vram": 16, "unaccounted": 48}
+    assert not cancelled.approximate
+    history.finish("r", (SourceRun("ssd", 16),), approximate=True)
+    rounded = history.explain("r")
+    assert rounded is not None
+    assert rounded.approximate
 
 
 def test_too_many_sources_are_refused_and_name_both_sizes():

@@ -111,6 +111,8 @@ def _show(console: Console, explanation: dict[str, Any]) -> None:
     prompt, cached = explanation["prompt_tokens"], explanation["cached_tokens"]
     share = f"{cached / prompt:.0%}" if prompt else "-"
     state = "" if explanation["finished"] else ", still running or ended early"
+    if explanation.get("approximate"):
+        state += ", some of it kept rounded (approximate)"
     console.print(
         f"[bold]{escape(explanation['request_id'])}[/]: {prompt} prompt tokens, {cached} reused ({share}){state}"
     )

@@ -165,7 +165,8 @@ class Generation:
             return _Ended(EngineError(f"The engine finished request {request.id} without its usage."))
         self.usages[index] = delta.usage
         if index % self._order.n == 0:
-            self._service.history.finish(request.id, delta.usage.sources)
+            usage = delta.usage
+            self._service.history.finish(request.id, usage.sources, approximate=usage.approximate)
         return _Ended()
 
     def _remember(self) -> None:

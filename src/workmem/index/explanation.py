@@ -66,6 +66,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     finished: bool
     prompt_tokens: int
     cached_tokens: int
+    approximate: bool
+    """Whether some of the reused KV may have been kept rounded (`store.ssd.approximate`)."""
     tokens_by_source: dict[str, int]
     spans: tuple[ExplainedSpan, ...]
     compared_with: str | None
@@ -109,6 +111,7 @@ def account(
     created: float,
     spans: tuple[Span, ...],
     sources: tuple[SourceRun, ...] | None,
+    approximate: bool,
     compared_with: str | None,
     difference: Difference | None,
     block_tokens: int,
@@ -127,6 +130,7 @@ def account(
         finished=sources is not None,
         prompt_tokens=prompt_tokens,
         cached_tokens=prompt_tokens - by_source.get(COMPUTED, 0) - by_source.get(UNACCOUNTED, 0),
+        approximate=approximate,
         tokens_by_source=by_source,
         spans=_explained(spans, runs),
         compared_with=compared_with,

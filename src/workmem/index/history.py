@@ -26,6 +26,7 @@ class _Prompt:
     """A prompt as held. `sources` is None until the request has finished."""
 
     __slots__ = (
+        "approximate",
         "created",
         "difference",
         "nearest_id",
@@ -47,6 +48,7 @@ class _Prompt:
         self.nearest_id: str | None = None
         self.difference: Difference | None = None
         self.sources: tuple[SourceRun, ...] | None = None
+        self.approximate = False
 
 
 class PromptHistory:
@@ -95,8 +97,8 @@ class PromptHistory:
         while len(self._held) > self._prompts_max or self._held_tokens > self._tokens_max:
             self._forget_oldest()
 
-    def finish(self, request_id: str, sources: tuple[SourceRun, ...]) -> None:
-        """Record where the tokens came from. A request no longer held is ignored.
+    def finish(self, request_id: str, sources: tuple[SourceRun, ...], *, approximate: bool = False) -> None:
+        """Record where the tokens came from, and whether some of their KV was rounded. A request no longer held is ignored.
 
         Fewer tokens than the prompt has are fine (a cancelled request); more raise ValueError.
         """
@@ -109,7 +111,7 @@ class PromptHistory:
                 f"sources of request {request_id} account for {accounted} tokens, "
                 f"but its prompt has {len(prompt.token_ids)}"
             )
-        prompt.sources = sources
+        prompt.sources, prompt.approximate = sources, approximate
 
     def explain(self, request_id: str) -> Explanation | None:
         """Account for every prompt token of a request; None if it is not held (any more)."""
@@ -121,6 +123,7 @@ class PromptHistory:
             created=prompt.created,
             spans=prompt.spans,
             sources=prompt.sources,
+            approximate=prompt.approximate,
             compared_with=prompt.nearest_id,
             difference=prompt.difference,
             block_tokens=self._block_tokens,

@@ -38,6 +38,8 @@ class FakeEngine:
         self.step = 3
         self.delay_s = 0.0
         """Before each piece."""
+        self.approximate = False
+        """What usage says of reused KV."""
         self.first_error: Exception | None = None
         """Raised instead of the first delta."""
         self.later_error: Exception | None = None
@@ -111,7 +113,12 @@ class FakeEngine:
             if count == 1 and self.later_error is not None:
                 raise self.later_error
             yield self._delta(answer[start : start + self.step], request.sampling.logprobs)
-        usage = Usage(prompt_tokens=len(request.token_ids), completion_tokens=len(answer), sources=sources)
+        usage = Usage(
+            prompt_tokens=len(request.token_ids),
+            completion_tokens=len(answer),
+            sources=sources,
+            approximate=self.approximate and any(run.source != COMPUTED for run in sources),
+        )
         yield Delta(finish_reason=reason, usage=usage)
 
     def _delta(self, text: str, top: int | None) -> Delta:

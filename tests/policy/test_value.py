@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from workmem.policy.order import NO_ROW, Loss, Prospect
 from workmem.policy.value import PRIOR_ENDINGS, ReuseOdds, ValueOrder
 
@@ -144,3 +147,33 @@ def test_block_costs_at_most_32_bytes():
     used = sum(len(column) * column.itemsize for column in columns)
     used += len(order._flags) + len(order._uses) + len(order._advice)
     assert used <= 32 * 10_000
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 60)), min_size=1, max_size=60), st.booleans())
+def test_chains_restored_side_by_side_have_each_block_s_own_depth_and_children(said, as_range):
+    # A block follows the one before it, or names any that makes no circle: those before it, and by a shift later ones.
+    count = len(said)
+    parents = [
+        index - 1 if follows else other % (index + 1) - 1 for index, (follows, other) in enumerate(said)
+    ]
+    shift = count // 2 if as_range else 0
+    rows = range(3, 3 + count)
+    turned = {index: (index + shift) % count for index in range(count)}
+    given_parents = [NO_ROW] * count
+    for index, parent in enumerate(parents):
+        given_parents[turned[index]] = NO_ROW if parent < 0 else rows[turned[parent]]
+    order = ValueOrder(even_depth=4)
+    order.restore(rows if as_range else list(rows), given_parents, [1] * count)
+    for index in range(count):
+        depth, above = 0, index
+        while parents[above] >= 0:
+            depth, above = depth + 1, parents[above]
+        row = rows[turned[index]]
+        assert order._depth[row] == depth
+        assert order._children[row] == given_parents.count(row)
+
+
+def test_a_chain_deeper_than_its_column_counts_is_restored():
+    order, count = ValueOrder(even_depth=4), 65_600
+    order.restore(range(count), [NO_ROW, *range(count - 1)], [1] * count)
+    assert [order._depth[row] for row in (1, 65_535, count - 1)] == [1, 65_535, 65_535]

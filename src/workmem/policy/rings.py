@@ -10,7 +10,8 @@ import re
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from itertools import chain, compress, islice, pairwise
+from operator import ne
 
 from workmem.policy.order import NO_ROW, Loss, Prospect
 
@@ -19,6 +20,10 @@ PENDING_MAX = 1 << 13
 
 PRESENT, REUSED, PARKED, HELD, PINNED = 1, 2, 4, 8, 16
 """Flags of a row. Parked: outside its ring. Held: and waiting for `unpark`. Pinned: in the ring of its own."""
+
+_Run = tuple[int, int, int]
+"""First row, its place among those that are restored, and number of rows: each but the first is the child of the one
+before it."""
 
 
 class Rings:
@@ -88,11 +93,23 @@ class Rings:
         self._last = NO_ROW
         self._fill(rows, parents, sizes)
         self._count += len(rows)
+        runs = _runs(rows, parents)
+        self._count_children(runs, parents)
+        self._note_restored(runs, parents)
+
+    def _count_children(self, runs: Sequence[_Run], parents: Sequence[int]) -> None:
         flags, children = self._flags, self._children
-        for parent in parents:
+        for row, _, count in runs:
+            children[row : row + count - 1] = array("I", (1,)) * (count - 1)
+        # Only now: a run may hang on a row of a later one.
+        for _, index, _ in runs:
+            parent = parents[index]
             if parent != NO_ROW:
                 assert flags[parent], f"parent {parent} of a restored row is not in this order"
                 children[parent] += 1
+
+    def _note_restored(self, runs: Sequence[_Run], parents: Sequence[int]) -> None:
+        """A hook: what a subclass keeps of each block, after blocks were restored."""
 
     def _fill(self, rows: Sequence[int], parents: Sequence[int], sizes: Sequence[int]) -> None:
         """Put new rows in order before all that are in their ring."""
@@ -109,8 +126,9 @@ class Rings:
             self._parent[start:stop] = array("i", parents)
             self._size[start:stop] = array("I", sizes)
             first, last = start + first_row, stop - 1 + first_row
-            older[first : last + 1] = array("i", range(first - 1, last))
-            newer[first : last + 1] = array("i", range(first + 1, last + 2))
+            positions = array("i", range(first - 1, last + 2))
+            older[first : last + 1] = positions[:-2]
+            newer[first : last + 1] = positions[2:]
             older[first] = newest
             newer[newest] = first
             newest = last
@@ -326,3 +344,16 @@ class Rings:
                 self._parent[found.start() // 4] = NO_ROW
                 self._children[row] -= 1
         assert not self._children[row], f"row {row} is said to have children that name another parent"
+
+
+def _runs(rows: Sequence[int], parents: Sequence[int]) -> list[_Run]:
+    """Cut into chains of rows that follow each other: a tier that restores a million blocks has some thousand."""
+    if isinstance(rows, range):
+        begins = list(compress(range(1, len(rows)), map(ne, islice(parents, 1, None), rows)))
+    else:
+        begins = [
+            index
+            for index in range(1, len(rows))
+            if parents[index] != rows[index - 1] or rows[index] != rows[index - 1] + 1
+        ]
+    return [(rows[begin], begin, end - begin) for begin, end in pairwise([0, *begins, len(rows)])]

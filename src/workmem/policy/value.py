@@ -89,17 +89,20 @@ class ValueOrder(Rings):
                 self._renew((row,), self._ring(row))
         self._last = NO_ROW
 
-    def restore(self, rows: Sequence[int], parents: Sequence[int], sizes: Sequence[int]) -> None:
-        """See `EvictionOrder.restore`."""
-        super().restore(rows, parents, sizes)
+    def _note_restored(self, runs: Sequence[tuple[int, int, int]], parents: Sequence[int]) -> None:
         depth, parent_of = self._depth, self._parent
-        for row, parent in zip(rows, parents, strict=True):
-            if parent != NO_ROW and not depth[row]:
-                above = depth[parent]
-                if above or parent_of[parent] == NO_ROW:
-                    depth[row] = above + 1 if above < 65535 else above
-                else:
-                    self._find_depth(row)
+        for row, index, count in runs:
+            parent = parents[index]
+            if parent == NO_ROW:
+                first = 0
+            elif depth[parent] or parent_of[parent] == NO_ROW:
+                first = min(depth[parent] + 1, 65535)
+            else:
+                # It is in a later run.
+                self._find_depth(row)
+                first = depth[row]
+            rising = range(first, min(first + count, 65536))
+            depth[row : row + count] = array("H", rising) + array("H", (65535,)) * (count - len(rising))
 
     def _find_depth(self, row: int) -> None:
         path = []

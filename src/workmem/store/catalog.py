@@ -185,14 +185,13 @@ class Catalog:
         space.rows[key] = row
         return row
 
-    def extend(
-        self, space: Space, keys: list[BlockKey], parents: list[bytes], puts: NDArray[np.void]
-    ) -> array[int]:
-        """Rows for many blocks of one namespace that are on ssd; `puts`, not empty, has their places.
+    def extend(self, space: Space, puts: NDArray[np.void]) -> array[int]:
+        """Rows for many blocks of one namespace that are on ssd: `puts` of the journal, not empty.
 
         A block that had a row already is filed under its new one; `strays` finds the old. Returns the rows
         of their parents, or NO_PARENT, or UNKNOWN_PARENT where it is not here (yet).
         """
+        keys: list[BlockKey] = puts["key"].tolist()
         first, count = len(self.key), len(keys)
         rows = range(first, first + count)
         space.rows.update(zip(keys, rows, strict=True))
@@ -202,12 +201,14 @@ class Catalog:
         shared: list[bytes] = [b"", *keys[:-1]]
         words = (puts[name].reshape(-1, 1).view(np.uint64) for name in ("key", "parent"))
         key_words, parent_words = words
-        others = np.flatnonzero((parent_words[1:] != key_words[:-1]).any(axis=1)) + 1
+        differs = parent_words[1:] != key_words[:-1]
+        others = np.flatnonzero(differs[:, 0] | differs[:, 1] | differs[:, 2] | differs[:, 3]) + 1
         parent_rows = np.arange(first - 1, first + count - 1, dtype=np.int32)
-        for index in [0, *others.tolist()]:
-            row = find(BlockKey(parents[index]))
-            shared[index] = parents[index] if row is None else known[row]
-            nobody = NO_PARENT if parents[index] == space.root else UNKNOWN_PARENT
+        begins = np.concatenate(([0], others))
+        for index, parent in zip(begins.tolist(), puts["parent"][begins].tolist(), strict=True):
+            row = find(BlockKey(parent))
+            shared[index] = parent if row is None else known[row]
+            nobody = NO_PARENT if parent == space.root else UNKNOWN_PARENT
             parent_rows[index] = nobody if row is None else row
         self.parent += shared
         self.space += [space] * count

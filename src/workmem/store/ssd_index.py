@@ -109,11 +109,12 @@ class SsdIndex:
                 self.order.restore(rows, parents, sizes)
             else:
                 self.shares.restore(rows, parents, sizes)
-            for number in np.unique(numbers).tolist():
-                segment, here = self.segments[number], numbers == number
-                segment.page_count += int(here.sum())
-                segment.live_bytes += int(lengths[here].sum()) * ALIGNMENT_BYTES
-            self.live_bytes += sum(sizes)
+            pages, units = np.bincount(numbers), np.bincount(numbers, weights=lengths)
+            for number in np.flatnonzero(pages).tolist():
+                segment = self.segments[number]
+                segment.page_count += int(pages[number])
+                segment.live_bytes += int(units[number]) * ALIGNMENT_BYTES
+            self.live_bytes += int(lengths.sum()) * ALIGNMENT_BYTES
             self.page_count += len(rows)
 
     def move(self, page: StoredPage, new: Extent) -> None:

@@ -105,7 +105,9 @@ class Replay:
         return self._open_space(namespace, entry.number) if namespace.root() == entry.root else None
 
     def _put(self, puts: NDArray[np.void]) -> None:
-        numbers = np.unique(puts["number"]).tolist()
+        given = puts["number"]
+        # Mostly there is but one: that costs no sorting.
+        numbers = [int(given[0])] if (given == given[0]).all() else np.unique(given).tolist()
         self.last_segment = max(self.last_segment, int(puts["segment"].max()))
         for number in numbers:
             space = self._spaces.get(number)
@@ -133,7 +135,7 @@ class Replay:
         if not len(puts):
             return
         before = len(space.rows)
-        parents = self._catalog.extend(space, puts["key"].tolist(), puts["parent"].tolist(), puts)
+        parents = self._catalog.extend(space, puts)
         self._parents.setdefault(space, array("i")).extend(parents)
         self._has_repeats |= len(space.rows) < before + len(puts)
 

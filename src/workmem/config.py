@@ -44,6 +44,9 @@ class LoadedConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     config: Config
     origins: dict[str, str]
+    unread: dict[str, str]
+    """Variables of the environment that look like settings and are none (`WORKMEM_SERVER_PORT`), and how to write
+    them. Noted, not refused: an orchestrator may have set them for a service of that name."""
 
     def origin(self, path: str) -> str:
         """Source of the setting at dotted `path`, "default" where nobody set it."""
@@ -69,9 +72,10 @@ def load(
     `file` must exist when given; without it `workmem.toml` of the working directory is read if there
     is one. `environ` defaults to the process's. Raises ConfigError at the first bad setting.
     """
+    environ = os.environ if environ is None else environ
     settings = [
         *_from_file(file),
-        *_from_environment(os.environ if environ is None else environ),
+        *_from_environment(environ),
         *(_from_argument(text) for text in sets),
     ]
     values: dict[str, Any] = {}
@@ -79,7 +83,10 @@ def load(
     for setting in settings:
         _place(values, setting)
         origins[".".join(setting.path)] = setting.source
-    return LoadedConfig(config=cast("Config", _build(Config, values, (), origins)), origins=origins)
+    config = cast("Config", _build(Config, values, (), origins))
+    meant = {f"WORKMEM_{'_'.join(path)}".upper(): _variable(path) for path in _paths(Config, ())}
+    unread = {name: meant[name] for name in sorted(environ) if name in meant}
+    return LoadedConfig(config=config, origins=origins, unread=unread)
 
 
 def cache_dir() -> Path:
@@ -104,9 +111,9 @@ def _from_file(file: Path | None) -> list[_Setting]:
         with path.open("rb") as stream:
             document = tomllib.load(stream)
     except OSError as error:
-        raise ConfigError(f"$ from {path}: cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"$ from {path}: is not TOML: {error}") from error
+        raise ConfigError(f"{path} is not TOML: {error}") from error
     return list(_flatten(document, (), str(path)))
 
 
@@ -137,7 +144,7 @@ def _from_environment(environ: Mapping[str, str]) -> list[_Setting]:
 def _from_argument(text: str) -> _Setting:
     path, equals, value = text.partition("=")
     if not equals:
-        raise ConfigError(f"$ from --set {text}: write section.key=value, as in engine.dtype=fp32")
+        raise ConfigError(f"--set {text}: write section.key=value, as in engine.dtype=fp32")
     return _Setting(tuple(path.strip().split(".")), value.strip(), f"--set {text}", is_text=True)
 
 
@@ -179,16 +186,18 @@ def _convert(setting: _Setting, field: msgspec.structs.FieldInfo) -> object:
     try:
         converted = msgspec.convert(value, field.type, strict=not setting.is_text)
     except msgspec.ValidationError as error:
-        raise setting.fail(_explain(str(error), field.type, setting.value)) from error
+        raise setting.fail(_explain(str(error), field.type, setting)) from error
     if _is_size(field.name):
         parse_bytes(cast("str | int", converted), f"$.{'.'.join(setting.path)} from {setting.source}")
     return converted
 
 
-def _explain(problem: str, wanted: object, value: object) -> str:
-    info = msgspec.inspect.type_info(wanted)
+def _explain(problem: str, wanted: object, setting: _Setting) -> str:
+    info, value = msgspec.inspect.type_info(wanted), setting.value
     if isinstance(info, msgspec.inspect.LiteralType):
         return f"must be one of {', '.join(map(str, info.values))}, got {value!r}"
+    # A text source has nothing but text: that it "got str" says nothing.
+    problem = problem.split(", got", maxsplit=1)[0] if setting.is_text else problem
     return problem if "got" in problem else f"{problem}, got {value!r}"
 
 
@@ -216,6 +225,19 @@ def _build(
 def is_section(kind: object) -> bool:
     """Tell whether a field of type `kind` holds keys rather than a value."""
     return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
+def _paths(struct: type[msgspec.Struct], above: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Path of every setting."""
+    paths: list[tuple[str, ...]] = []
+    for field in msgspec.structs.fields(struct):
+        path = (*above, field.name)
+        paths += _paths(field.type, path) if is_section(field.type) else [path]
+    return paths
+
+
+def _variable(path: tuple[str, ...]) -> str:
+    return ENVIRONMENT_PREFIX + "__".join(path).upper()
 
 
 def _is_size(name: str) -> bool:

@@ -99,7 +99,34 @@ def test_an_interrupt_is_not_an_error(failing, capsys):
 def test_a_missing_extra_names_the_command_that_installs_it(failing, capsys):
     failing(ModuleNotFoundError("No module named 'torch'", name="torch"))
     assert main(["version"]) == 2
-    assert "python -m pip install 'workmem[engine]'" in one_line(capsys)
+    assert (
+        "torch is not installed; run in the folder of workmem: python -m pip install '.[engine]'"
+        in one_line(capsys)
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "code"), [("serve", 2), ("serve --help", 0), ("demo", 2), ("model list", 0)]
+)
+def test_a_command_that_cannot_be_loaded_names_what_is_missing(words, code, tmp_path):
+    for name in ("starlette", "aiohttp", "torch", "transformers"):
+        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError(name={name!r})")
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys; from workmem.cli.main import main; sys.exit(main())",
+            *words.split(),
+        ],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    if code:
+        assert re.fullmatch(r"workmem: \w+ is not installed; run in the folder .*\n", done.stderr)
 
 
 def test_every_optional_library_names_its_extra():

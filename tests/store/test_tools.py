@@ -318,7 +318,9 @@ def test_export_of_a_damaged_page_leaves_no_file(filled, tmp_path):
 def test_what_is_no_store_says_so(tmp_path, capsys):
     for command in ("stat", "ls", "verify", "gc"):
         assert run(command, str(tmp_path / "none")) == 2
-        assert "is no store" in capsys.readouterr().err
+        assert "none does not exist: a server makes its store" in capsys.readouterr().err
+        assert run(command, str(tmp_path)) == 2
+        assert f"{tmp_path} is no store" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "FORMAT").write_text('{"format":1,"store_id":"00"}')
     with pytest.raises(ConfigError, match="has format 1"):

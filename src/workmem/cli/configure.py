@@ -31,6 +31,8 @@ def show(
 def check(*, config: ConfigFile = None, sets: Settings = ()) -> None:
     """Read all sources and say whether they are sound; exit code 2 when not."""
     loaded = load(config, sets=sets)
+    for name, meant in loaded.unread.items():
+        sys.stdout.write(f"{name} is not read; for this setting write {meant}\n")
     sys.stdout.write(f"the configuration is sound ({len(loaded.origins)} set, the rest by default)\n")
 
 

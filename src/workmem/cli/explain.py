@@ -109,13 +109,13 @@ def _message(body: bytes) -> str:
 
 def _show(console: Console, explanation: dict[str, Any]) -> None:
     prompt, cached = explanation["prompt_tokens"], explanation["cached_tokens"]
-    share = f"{cached / prompt:.0%}" if prompt else "-"
-    state = "" if explanation["finished"] else ", still running or ended early"
+    if not explanation["finished"]:
+        state = "how many were reused is said when it has ended (it runs, or was given up)"
+    else:
+        state = f"{cached} reused ({f'{cached / prompt:.0%}' if prompt else '-'})"
     if explanation.get("approximate"):
         state += ", some of it kept rounded (approximate)"
-    console.print(
-        f"[bold]{escape(explanation['request_id'])}[/]: {prompt} prompt tokens, {cached} reused ({share}){state}"
-    )
+    console.print(f"[bold]{escape(explanation['request_id'])}[/]: {prompt} prompt tokens, {state}")
     table = Table("span", "tokens", "from", "count", "why", box=None, pad_edge=False)
     for column in (1, 3):
         table.columns[column].justify = "right"

@@ -49,17 +49,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(str(error), MISCONFIGURED)
     except WorkmemError as error:
         return _fail(str(error), FAILED)
-    except ModuleNotFoundError as error:
-        extra = _EXTRA_OF.get((error.name or "").split(".")[0])
-        if extra is None or wants_traceback:
-            raise
-        return _fail(
-            f"{error.name} is not installed; run: python -m pip install 'workmem[{extra}]'", MISCONFIGURED
-        )
     # Thread main: whatever is left is our bug, and a person still gets one line.
     except Exception as error:
         if wants_traceback:
             raise
+        if missing := _missing(error):
+            name, extra = missing
+            return _fail(
+                f"{name} is not installed; run in the folder of workmem: python -m pip install '.[{extra}]' "
+                "(or '.[all]', as make install does)",
+                MISCONFIGURED,
+            )
         return _fail(
             f"unexpected {type(error).__name__}: {error}; the same command with --traceback shows where",
             FAILED,
@@ -77,6 +77,16 @@ def _run(words: Sequence[str]) -> int:
     except CycloptsError as error:
         return _fail(f"{' '.join(str(error).split())} (workmem --help lists what there is)", MISCONFIGURED)
     return code if isinstance(code, int) else 0
+
+
+def _missing(error: BaseException | None) -> tuple[str, str] | None:
+    """The library for want of which `error` arose, and its extra; a command that cannot be loaded says it further down."""
+    while error is not None:
+        if isinstance(error, ModuleNotFoundError):
+            extra = _EXTRA_OF.get((error.name or "").split(".")[0])
+            return (error.name or "", extra) if extra else None
+        error = error.__cause__
+    return None
 
 
 def _fail(problem: str, code: int) -> int:

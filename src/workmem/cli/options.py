@@ -19,3 +19,5 @@ Settings = Annotated[
         name="--set", negative=(), help="section.key=value; may be repeated and wins over every other source."
     ),
 ]
+Host = Annotated[str | None, Parameter(help="Short for --set server.host=HOST.")]
+Port = Annotated[int | None, Parameter(help="Short for --set server.port=PORT.")]

@@ -10,23 +10,31 @@ from contextlib import suppress
 from rich.console import Console
 
 from workmem import __version__
-from workmem.app import open_app
-from workmem.cli.options import ConfigFile, Settings
+from workmem.cli.options import ConfigFile, Host, Port, Settings
 from workmem.cli.steps import Steps
 from workmem.config import cache_dir, load
-from workmem.gateway.serve import listen
-from workmem.gateway.serve import serve as serve_http
 
 
-def serve(*, config: ConfigFile = None, sets: Settings = ()) -> None:
+def serve(*, config: ConfigFile = None, sets: Settings = (), host: Host = None, port: Port = None) -> None:
     """Serve an OpenAI-compatible endpoint in front of the embedded engine, or of other servers.
 
     Stops on Ctrl-C or SIGTERM: running requests get `server.shutdown_s` to finish, then what was
     computed is brought to the ssd.
     """
     started = time.monotonic()
-    settings = load(config, sets=sets).config
     console = Console(stderr=True, highlight=False)
+    short = {"server.host": host, "server.port": port}
+    loaded = load(
+        config, sets=[*sets, *(f"{key}={value}" for key, value in short.items() if value is not None)]
+    )
+    for name, meant in loaded.unread.items():
+        console.print(f"  {name} is not read; for this setting write {meant}", soft_wrap=True)
+    settings = loaded.config
+    # Loaded here, so that a wrong setting is told at once and not after seconds of imports.
+    from workmem.app import open_app  # noqa: PLC0415
+    from workmem.gateway.serve import listen  # noqa: PLC0415
+    from workmem.gateway.serve import serve as serve_http  # noqa: PLC0415
+
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     # A port that is taken is better told now than after the model has been loaded.
     listen(settings.server).close()

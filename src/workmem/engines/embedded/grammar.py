@@ -40,7 +40,7 @@ class Grammar:
         """
         if llguidance is None:
             raise ClientError(
-                "JSON answers need llguidance: pip install 'workmem[engine]' on the server", param=_PARAM
+                "JSON answers need llguidance on the server: pip install llguidance there", param=_PARAM
             )
         schema = _schema(json_schema)
         matcher_type = llguidance.LLMatcher

@@ -148,7 +148,7 @@ def _convert_locked(source: Path, target: Path, progress: Progress) -> None:
     unfinished = target.with_name(f"{_UNFINISHED}{target.name}-{os.getpid()}")
     unfinished.mkdir()
     try:
-        progress(f"converting {source.name}, once")
+        progress(f"converting {source.name}, once (some 20 s)")
         _gguf_to_safetensors(source, unfinished)
         record = Prepared(format=FORMAT, source=source.name, sha256=_digest(source))
         (unfinished / RECORD).write_bytes(msgspec.json.encode(record))
@@ -165,7 +165,8 @@ def _gguf_to_safetensors(source: Path, target: Path) -> None:
         from workmem.engines.embedded import gguf_convert  # noqa: PLC0415  torch loads only to convert
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"$.engine.model: converting {source.name} needs {error.name}; run: python -m pip install 'workmem[engine]'"
+            f"$.engine.model: converting {source.name} needs {error.name}; run in the folder of workmem: "
+            "python -m pip install '.[engine]'"
         ) from error
     gguf_convert.gguf_to_safetensors(source, target)
 

@@ -28,7 +28,7 @@ def codec_by_name(name: str, path: str) -> Codec:
             return _zstd()
         except ImportError as problem:
             raise ConfigError(
-                f"{path}: 'zstd' needs the package zstandard; install it with: pip install 'workmem[zstd]'"
+                f"{path}: 'zstd' needs the package zstandard; install it with: pip install zstandard"
             ) from problem
     for codec in _BUILT_IN:
         if codec.name == name:

@@ -153,7 +153,7 @@ def open_keyring(key_file: str | Path, older_files: Sequence[str | Path] = (), *
         ciphers = [PageCipher(key) for key in keys]
     except ImportError as problem:
         raise ConfigError(
-            f"{path}: encryption needs the package cryptography; install it with: pip install 'workmem[encryption]'"
+            f"{path}: encryption needs the package cryptography; install it with: pip install cryptography"
         ) from problem
     return Keyring(ciphers[0], ciphers[1:])
 

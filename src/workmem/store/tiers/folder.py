@@ -85,7 +85,7 @@ class StoreFolder:
             holder = os.pread(self._lock_fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
             raise ConfigError(
                 f"$.store.ssd.path: {self.path} is in use by process {holder}; "
-                "stop it, or give this one a folder of its own"
+                "stop it, give this one a folder of its own (--set store.ssd.path=FOLDER), or share one by `workmem store serve`"
             ) from None
         os.ftruncate(self._lock_fd, 0)
         os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)

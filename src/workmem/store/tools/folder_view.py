@@ -143,6 +143,8 @@ def _store_id(path: Path, keyring: Keyring | None) -> tuple[bytes, bool]:
         found = msgspec.json.decode((path / "FORMAT").read_bytes(), type=FolderFormat)
         store_id = bytes.fromhex(found.store_id)
     except (FileNotFoundError, NotADirectoryError):
+        if not path.exists():
+            raise ConfigError(f"{path} does not exist: a server makes its store at its first start") from None
         raise ConfigError(
             f"{path} is no store: it has no FORMAT; name the folder of store.ssd.path"
         ) from None

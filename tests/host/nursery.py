@@ -18,10 +18,12 @@ from pathlib import Path
 from workmem.core.errors import CapacityError, LeaseError
 from workmem.store.config import DramConfig, SsdConfig, StoreConfig
 from workmem.store.contract import PageWrite
+from workmem.store.host import messages
 from workmem.store.host.client import HostStore
 from workmem.store.host.link import Link
 from workmem.store.host.server import HostServer
 from workmem.store.host.session import HostLimits
+from workmem.store.host.wire import Kind
 from workmem.store.store import Store
 from workmem.testing.pages import SLICED, SMALL, Chain, namespace, page_bytes, settle
 
@@ -39,12 +41,20 @@ def serve(*, socket, folder, dram="2MiB", ssd="16MiB", lease_s=30.0, reservation
     server = HostServer(store, Path(socket), HostLimits(lease_s, reservation_s, connections))
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    signal.signal(signal.SIGUSR1, lambda *_: cut(list(server._sessions)))
     say(ready=True)
     while not stop.wait(0.1):
         # A signal may reach another thread; its handler runs when this one wakes up next.
         pass
     server.close()
     store.close()
+
+
+def cut(sessions):
+    """End a connection from the server's side, at random; the one who saves first, where there is something to lose."""
+    writing = [session for session in sessions if session.reservations.count]
+    if sessions:
+        random.choice(writing or sessions).hang_up()
 
 
 class Fate:
@@ -89,6 +99,7 @@ def churn(*, socket, seed, point="", countdown=1, seconds=60.0):
     rng = random.Random(seed)
     # The server may be down at this moment; that is no reason not to start.
     with HostStore(Path(socket), attaches=False) as store:
+        signal.signal(signal.SIGUSR1, lambda *_: lose_a_link(store))
         for chain in CHAINS:
             store.register(chain.space)
         until = time.monotonic() + seconds
@@ -104,6 +115,13 @@ def churn(*, socket, seed, point="", countdown=1, seconds=60.0):
             else:
                 read += look(store, chain, fate)
         say(read=read)
+
+
+def lose_a_link(store: HostStore) -> None:
+    """As when a socket fails. By a signal handler: nothing is waited for, and either end of either link may be in use."""
+    link = random.choice([store._keeper.link, store._saver._link])
+    if link is not None:
+        link._channel.shut()
 
 
 def dying(page: PageWrite, chain: Chain, fate: Fate) -> PageWrite:
@@ -165,6 +183,16 @@ def save_stopping(*, socket, seed=0):
         time.sleep(3600)
 
 
+def reserve_and_lose(*, socket):
+    """Reserves a frame, loses the connection, and lives on."""
+    chain = Chain(namespace("small"), 1)
+    link = Link(Path(socket), [chain.space], call_s=5.0, writes=True)
+    link.ask(Kind.RESERVE, messages.pack_reserve(chain.root, [chain.block(0)]))
+    link.close()
+    say(session=link.welcome.session)
+    time.sleep(3600)
+
+
 def read_stopping(*, socket, seed=0, length=4):
     """Leases, is stopped with a page in hand, and tells what a reader can find out afterwards."""
     chain = Chain(namespace("small"), length, seed=seed)
@@ -211,6 +239,8 @@ def hold(*, socket, seed=0, length=4, forks=False):
 
 def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    # For those who have no link to cut, yet or ever.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     for line in sys.stdin:
         request = json.loads(line)
         pid = os.fork()

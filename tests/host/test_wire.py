@@ -93,6 +93,7 @@ def bodies() -> dict[Kind, bytes]:
         Kind.RESERVE: messages.pack_reserve(CHAIN.root, blocks),
         Kind.COMMIT: messages.pack_ids([1]),
         Kind.ABORT: messages.pack_ids([1]),
+        Kind.FINISHED: messages.pack_ids([1]),
         Kind.FLUSH: messages.pack_seconds(0.0),
         Kind.GAUGES: b"",
         Kind.AUDIT: b"",

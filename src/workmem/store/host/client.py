@@ -76,7 +76,7 @@ class HostStore(RemoteSteering):
             first.close()
             raise TransferError(f"the store served at {path} has another folder than {of_folder}")
         self._keeper = Keeper(self._reading_link, first, self._heard)
-        self._saver = HostSaver(self._writing_link, sink, save_queue_pages)
+        self._saver = HostSaver(self._writing_link, self._keeper.finish, sink, save_queue_pages)
 
     def __enter__(self) -> Self:
         return self

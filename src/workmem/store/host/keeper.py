@@ -7,6 +7,7 @@ import os
 import select
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from workmem.core.errors import TransferError
@@ -15,7 +16,7 @@ from workmem.store.host import messages
 from workmem.store.host.channel import Disconnected
 from workmem.store.host.lease import HostLease
 from workmem.store.host.link import Link
-from workmem.store.host.wire import Kind, Malformed
+from workmem.store.host.wire import Kind, Malformed, Refused
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +25,8 @@ _TICK_S = 1.0
 _RETRY_S_MIN = 0.05
 _RETRY_S_MAX = 2.0
 """Bounds of the pause between two tries to connect; it doubles with each that fails."""
+_FINISHED_MAX = 1024
+"""Sessions that the server is yet to be told of. What a forgotten one held waits for the end of this process."""
 
 
 class Keeper:
@@ -33,9 +36,13 @@ class Keeper:
         """`connect` makes a link or raises TransferError; `heard` is told why a link was lost, "" when one is back."""
         self.link = link
         self.reconnects = 0
+        self.finished: deque[tuple[bytes, int]] = deque(maxlen=_FINISHED_MAX)
+        """Instance of the server and number of each lost session that nothing writes any more."""
         self._connect = connect
         self._heard = heard
         self._closing = False
+        self._has_ended = False
+        self._wake_lock = threading.Lock()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._pause_s = _RETRY_S_MIN
         self._renew_at = 0.0
@@ -44,7 +51,17 @@ class Keeper:
 
     def nudge(self) -> None:
         """Look at the link now: a caller found it lost."""
-        os.eventfd_write(self._wake, 1)
+        with self._wake_lock:
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
+
+    def finish(self, link: Link) -> None:
+        """Tell the server that no thread of this process writes a frame of `link` any more, as soon as it can be told."""
+        self.finished.append((link.welcome.instance, link.welcome.session))
+        if self._has_ended:
+            self._say_last()
+        else:
+            self.nudge()
 
     def close(self, timeout_s: float) -> bool:
         """End the thread and the link. False if it does not end within `timeout_s`."""
@@ -57,7 +74,9 @@ class Keeper:
             self.link.tell(Kind.GOODBYE, b"")
             self._drop(self.link, "")
             self.link = None
-        os.close(self._wake)
+        with self._wake_lock:
+            os.close(self._wake)
+            self._wake = -1
         return True
 
     def _main(self) -> None:
@@ -67,6 +86,9 @@ class Keeper:
             except Exception:  # thread main: without it no lease would be renewed and nothing reconnected
                 log.exception("the keeper of a store's client met a bug of ours")
                 time.sleep(_RETRY_S_MIN)
+        # In this order: who finishes a session from here on sees that it has to say so itself.
+        self._has_ended = True
+        self._say_last()
 
     def _step(self) -> None:
         link = self.link
@@ -78,6 +100,7 @@ class Keeper:
             self._hear(link)
             if not self._closing and link.lost_at is None:
                 self._renew(link)
+                self._say_finished(link)
         except (Disconnected, Malformed) as error:
             link.lose()
             why = str(error)
@@ -147,6 +170,42 @@ class Keeper:
         others = [lease for lease in due if lease.until - now >= limit]
         if others:
             _renew(link, others, limit)
+
+    def _say_finished(self, link: Link) -> None:
+        """Raises Disconnected; what was not heard is said to the next."""
+        while self.finished:
+            try:
+                instance, number = self.finished.popleft()
+            except IndexError:
+                return  # Another thread says it.
+            if instance != link.welcome.instance:
+                # Its arena went with its server.
+                continue
+            try:
+                link.ask(Kind.FINISHED, messages.pack_ids([number]))
+            except Refused as error:
+                log.warning("the server does not believe that a session is over: %s", error)
+            except Disconnected:
+                self.finished.appendleft((instance, number))
+                raise
+
+    def _say_last(self) -> None:
+        """There will be no next link of this keeper: say what is still unsaid, on one for that alone where there is none."""
+        if not self.finished:
+            return
+        mine = self.link
+        try:
+            link = mine if mine is not None and mine.is_usable else self._connect()
+        except TransferError as error:
+            log.debug("no server to tell of sessions that are over: %s", error)
+            return
+        try:
+            self._say_finished(link)
+        except TransferError as error:
+            log.debug("the server hung up before it heard which sessions are over: %s", error)
+        if link is not mine:
+            link.tell(Kind.GOODBYE, b"")
+            link.close()
 
     def _sleep(self, seconds: float) -> None:
         poll = select.poll()

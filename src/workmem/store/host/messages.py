@@ -44,7 +44,7 @@ NO_FOLDER: FolderIdentity = (0, 0)
 _KEYS_AT_ONCE = 512
 """A form of so many takes 16 KiB, and there is one for each count that was asked for of late."""
 _HELLO = struct.Struct("<8sHxxI")
-_WELCOME = struct.Struct("<8sHxxI16sQddQQ")
+_WELCOME = struct.Struct("<8sHxxI16sQQddQQ")
 _ERROR = struct.Struct("<H")
 _REGISTERED = struct.Struct(f"<{KEY_BYTES}sQ")
 _LEASE = struct.Struct(f"<{KEY_BYTES}sdB")
@@ -65,6 +65,8 @@ class Welcome(msgspec.Struct, frozen=True):
     pid: int
     instance: bytes
     """16 random bytes, new with each start of a server: an arena is never taken for another."""
+    session: int
+    """Number of this connection, at random: how its client speaks of it once it is lost."""
     arena_bytes: int
     lease_s: float
     """Longest deadline of a lease; to hold for longer is to renew."""
@@ -129,6 +131,7 @@ def pack_welcome(welcome: Welcome) -> bytes:
         VERSION,
         welcome.pid,
         welcome.instance,
+        welcome.session,
         welcome.arena_bytes,
         welcome.lease_s,
         welcome.reservation_s,
@@ -251,12 +254,12 @@ def unpack_leased(body: memoryview) -> Leased:
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
-    """Body of RELEASE, COMMIT and ABORT."""
+    """Body of RELEASE, COMMIT, ABORT and FINISHED."""
     return struct.pack(f"<{len(ids)}Q", *ids)
 
 
 def unpack_ids(body: memoryview) -> tuple[int, ...]:
-    """Ids of leases or reservations."""
+    """Ids of leases or reservations, or numbers of sessions."""
     count, rest = divmod(len(body), 8)
     if rest or count > KEYS_MAX:
         raise Malformed(f"ids of {len(body)} bytes")

@@ -35,9 +35,11 @@ class Peer:
 
     def is_dead(self, wait_s: float = 0.0) -> bool:
         """Whether the process, with all its threads, is known to have ended."""
-        if not self._dead and self._fd >= 0:
+        # Read once: whoever closes it from another thread is done with the process.
+        fd = self._fd
+        if not self._dead and fd >= 0:
             poll = select.poll()
-            poll.register(self._fd, select.POLLIN)
+            poll.register(fd, select.POLLIN)
             self._dead = bool(poll.poll(wait_s * 1000))
         return self._dead
 

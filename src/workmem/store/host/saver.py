@@ -16,7 +16,7 @@ from workmem.store.catalog import Space
 from workmem.store.contract import PageWrite, SaveState
 from workmem.store.host import messages
 from workmem.store.host.link import Link
-from workmem.store.host.wire import PAGES_MAX, Kind, Refused
+from workmem.store.host.wire import PAGES_MAX, Kind
 from workmem.store.save_queue import SaveQueue, tell
 from workmem.store.saver import fill
 
@@ -35,9 +35,13 @@ class _Filled(msgspec.Struct, frozen=True):
 class HostSaver:
     """A bounded queue and the thread that empties it. `done` of every page is called exactly once."""
 
-    def __init__(self, connect: Callable[[], Link], sink: EventSink, pages_max: int) -> None:
+    def __init__(
+        self, connect: Callable[[], Link], finished: Callable[[Link], None], sink: EventSink, pages_max: int
+    ) -> None:
+        """`connect` makes a link or raises TransferError; `finished` is told of each on which nothing is written any more."""
         self.counts: Counter[str] = Counter()
         self._connect = connect
+        self._finished = finished
         self._link: Link | None = None
         self._sink = sink
         self._pages_max = pages_max
@@ -75,19 +79,25 @@ class HostSaver:
                     self._save(space, pages, told)
             except TransferError as error:
                 self._dropped(len(pages) - len(told), str(error))
-                if self._link is not None and isinstance(error, Refused):
-                    # It does not know the namespace: a new connection declares it.
-                    self._link.lose()
+                # Where it does not know the namespace, a new connection declares it.
+                self._give_link_up()
             except Exception:  # thread main: one batch is lost, the thread and the others are not
                 log.exception("saving pages met a bug of ours")
+                self._give_link_up()
             done = {id(page) for page in told}
             for page in pages:
                 if id(page) not in done:
                     tell(page, SaveState.DROPPED)
         if self._link is not None:
-            # Nothing is being written any more, so nothing needs to be stranded.
             self._link.tell(Kind.GOODBYE, b"")
-            self._link.close()
+            self._give_link_up()
+
+    def _give_link_up(self) -> None:
+        """Between two batches this thread, the only one that writes, is out of every frame: so says the server's next link."""
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+            self._finished(link)
 
     def _together(self, space: Space) -> int:
         share = _BATCH_BYTES_MAX
@@ -107,6 +117,7 @@ class HostSaver:
         body = messages.pack_reserve(space.root, [page.block for page in pages], pages[0].workflow)
         reserved = messages.unpack_reserved(link.ask(Kind.RESERVE, body), len(pages))
         filled: list[_Filled] = []
+        given_up = 0
         for index, page in enumerate(pages):
             state = reserved.states[index]
             if state is not None:
@@ -118,6 +129,7 @@ class HostSaver:
             in_time = time.monotonic() - began < reserved.ttl_s
             if not in_time or not self._fill(link, space, page, reserved.offsets[index]):
                 link.tell(Kind.ABORT, messages.pack_ids([number]))
+                given_up += 1
                 self._dropped(1, "a page could not be copied in time")
                 ended(page, SaveState.DROPPED)
                 continue
@@ -125,6 +137,9 @@ class HostSaver:
             if time.monotonic() - began > reserved.ttl_s / 4:
                 self._commit(link, filled, ended)
                 filled = []
+        if given_up and not filled:
+            # A reply says that they were heard: a link found lost only by the next batch would keep their frames.
+            link.ask(Kind.COMMIT)
         self._commit(link, filled, ended)
 
     def _fill(self, link: Link, space: Space, page: PageWrite, offset: int) -> bool:
@@ -151,8 +166,7 @@ class HostSaver:
     def _attached(self) -> Link:
         """The link, made anew where it was lost. Raises TransferError without one."""
         if self._link is not None and not self._link.is_usable:
-            self._link.close()
-            self._link = None
+            self._give_link_up()
         if self._link is None:
             self._link = self._connect()
         return self._link

@@ -17,7 +17,7 @@ from workmem.store.host.channel import Channel, Disconnected
 from workmem.store.host.peer import Peer, Stranger
 from workmem.store.host.place import SocketPlace
 from workmem.store.host.session import Hosted, HostLimits, Session
-from workmem.store.host.wire import ErrorCode, Kind
+from workmem.store.host.wire import ErrorCode, Kind, Refused
 from workmem.store.store import Store
 
 log = logging.getLogger(__name__)
@@ -43,12 +43,15 @@ class HostServer:
         clock: Clock | None = None,
     ) -> None:
         self.instance = os.urandom(16)
-        self._hosted = Hosted(store, self.instance, limits, clock or SystemClock(), sink, self._census)
+        self._hosted = Hosted(
+            store, self.instance, limits, clock or SystemClock(), sink, self._census, self._finish
+        )
         self._sink = sink
         self._lock = threading.Lock()
         self._sessions: dict[Session, threading.Thread] = {}
         self._orphans: list[Session] = []
-        """Sessions that have ended while their process may still write: each holds stranded frames."""
+        """Sessions that have ended while their process lives and has not said that it is done: each holds stranded
+        frames."""
         self._malformed = 0
         self._served = 0
         self._closing = threading.Event()
@@ -92,11 +95,12 @@ class HostServer:
 
     def _census(self) -> dict[str, float]:
         with self._lock:
-            sessions = [*self._sessions]
-            reservations = [session.reservations for session in [*sessions, *self._orphans]]
+            sessions, orphans = [*self._sessions], [*self._orphans]
+        reservations = [session.reservations for session in [*sessions, *orphans]]
         return {
             "store_host_connections": len(sessions),
             "store_host_connections_total": self._served,
+            "store_host_lost_sessions": len(orphans),
             "store_host_leases": sum(session.lease_count for session in sessions),
             "store_host_reservations": sum(held.count for held in reservations),
             "store_host_stranded_frames": sum(held.stranded for held in reservations),
@@ -148,10 +152,38 @@ class HostServer:
         with self._lock:
             del self._sessions[session]
             self._malformed += session.was_malformed
-            if session.reservations.count:
+            if session.reservations.count and not session.is_finished:
                 self._orphans.append(session)
                 return
+        # Its client may have said that it is done after the session had stranded what was reserved.
+        session.reservations.free_all()
         session.peer.close()
+
+    def _finish(self, peer: Peer, number: int) -> None:
+        """The process of `peer` writes no page of session `number` any more. One that is over, or unknown, passes."""
+        with self._lock:
+            found = [session for session in [*self._sessions, *self._orphans] if session.number == number]
+            if not found:
+                return
+            [session] = found
+            if session.peer.pid != peer.pid:
+                raise Refused(f"session {number:x} is of another process than {peer.pid}", ErrorCode.CLIENT)
+            # Under the lock, so that a session that ends now either is found among the orphans or finds this.
+            session.is_finished = True
+            is_orphan = session in self._orphans
+        if is_orphan:
+            self._give_back(session)
+        else:
+            # Its end was not noticed yet, or what it asked last is still being answered.
+            session.hang_up()
+
+    def _give_back(self, orphan: Session) -> None:
+        """Nobody writes the frames of `orphan` any more. By whoever finds out, which may be two at once."""
+        orphan.reservations.free_all()
+        with self._lock:
+            if orphan in self._orphans:
+                self._orphans.remove(orphan)
+                orphan.peer.close()
 
     def _watch(self) -> None:
         """Strand what is overdue; notice processes that ended, also where a child keeps the socket open."""
@@ -164,10 +196,7 @@ class HostServer:
                     session.hang_up()
             for orphan in orphans:
                 if orphan.peer.is_dead():
-                    orphan.reservations.free_all()
-                    orphan.peer.close()
-                    with self._lock:
-                        self._orphans.remove(orphan)
+                    self._give_back(orphan)
 
 
 def _refuse(connection: socket.socket, code: ErrorCode, text: str) -> None:

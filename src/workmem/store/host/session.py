@@ -70,6 +70,8 @@ class Hosted(msgspec.Struct, frozen=True):
     sink: EventSink
     census: Callable[[], dict[str, float]]
     """Sessions, leases and reservations of the server, by gauge."""
+    finish: Callable[[Peer, int], None]
+    """A process says that it is done with the session of this number. Raises Refused where it is not its own."""
 
 
 class Session:
@@ -77,6 +79,10 @@ class Session:
 
     def __init__(self, hosted: Hosted, connection: socket.socket, peer: Peer) -> None:
         self.peer = peer
+        self.number = int.from_bytes(os.urandom(8), "little")
+        """Random, so that one of an earlier server, or a mistake, is nobody's."""
+        self.is_finished = False
+        """Its client has said that it writes no page of it any more: nothing needs to be stranded."""
         self.reservations = Reservations(
             hosted.store.pool,
             hosted.clock,
@@ -102,6 +108,7 @@ class Session:
             Kind.RESERVE: self._reserve,
             Kind.COMMIT: self._commit,
             Kind.ABORT: self._abort,
+            Kind.FINISHED: self._finished,
             **Upkeep(hosted.store, hosted.census).answers,
             **Steered(hosted.store, self._space).answers,
         }
@@ -135,6 +142,7 @@ class Session:
             answer = answers.get(kind)
             if answer is None:
                 if kind is Kind.GOODBYE:
+                    self.is_finished = True
                     return
                 raise Malformed(f"a {kind.name} where a request belongs")
             try:
@@ -159,6 +167,7 @@ class Session:
             messages.Welcome(
                 os.getpid(),
                 self._hosted.instance,
+                self.number,
                 self._store.arena.capacity_bytes,
                 limits.lease_s,
                 limits.reservation_s,
@@ -181,7 +190,7 @@ class Session:
             lease.release()
         self._leases.clear()
         if self.reservations.count:
-            if self.peer.is_dead(_DEAD_WAIT_S):
+            if self.is_finished or self.peer.is_dead(_DEAD_WAIT_S):
                 self.reservations.free_all()
             else:
                 self.reservations.strand_all()
@@ -300,6 +309,11 @@ class Session:
     def _abort(self, body: memoryview) -> None:
         for number in messages.unpack_ids(body):
             self.reservations.abort(number)
+
+    def _finished(self, body: memoryview) -> bytes:
+        for number in messages.unpack_ids(body):
+            self._hosted.finish(self.peer, number)
+        return b""
 
     def _bound(self, name: str, limit: int, detail: str) -> None:
         self._hosted.sink(BoundReached(name=name, limit=limit, detail=f"process {self.peer.pid}: {detail}"))

@@ -10,14 +10,14 @@ Here: the prefix, the kinds and the codes; the bodies are in `messages`.
 from __future__ import annotations
 
 import struct
-from enum import IntEnum
+from enum import IntEnum, unique
 
 from workmem.core.errors import TransferError
 from workmem.core.outcomes import MissReason, TierName
 from workmem.store.contract import SaveState
 
 MAGIC = b"WMHOST\x00\x00"
-VERSION = 2
+VERSION = 3
 """Of this protocol. Ends of two versions do not talk: the page format differs with it."""
 PREFIX = struct.Struct("<IHH")
 BODY_BYTES_MAX = 8 * 2**20
@@ -41,6 +41,7 @@ class Refused(TransferError):
         self.code = code
 
 
+@unique
 class Kind(IntEnum):
     """Of a message. Those marked so are told and not answered."""
 
@@ -73,12 +74,15 @@ class Kind(IntEnum):
     ANNOUNCE = 21
     BIND = 22
     QUOTA = 23
+    FINISHED = 24
+    """What GOODBYE says, of sessions whose connection is lost, by their numbers."""
 
 
+@unique
 class ErrorCode(IntEnum):
     """Why a request got an ERROR."""
 
-    VERSION = 2
+    VERSION = 1
     STRANGER = 2
     """The process cannot be told apart from others, or is not this user's."""
     BOUND = 3

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from traces import BLOCK_TOKENS, Request, Trace, generated, recorded
 
-from workmem.policy.ghosts import Ghosts
+from workmem.policy.ghosts import REGRET_REACH, Ghosts
 from workmem.policy.lru import Lru
 from workmem.policy.order import NO_ROW, EvictionOrder, Prospect
 from workmem.policy.s3fifo import S3Fifo
@@ -43,8 +43,6 @@ ORDERS: dict[str, Callable[[int], EvictionOrder]] = {
     "value": lambda _: ValueOrder(even_depth=EVEN),
     TOLD: lambda _: ValueOrder(even_depth=EVEN),
 }
-GHOST_REACH = 2.0
-"""Of the capacity: a block that left and would still be in a tier of this size counts as coming back."""
 
 
 class Mode(NamedTuple):
@@ -99,10 +97,15 @@ class Tier:
         self._order.touch(rows)
         held = set(rows)
         for block in blocks[hits:]:
-            is_back = self.ghosts.asked(block.to_bytes(8, "little")) <= GHOST_REACH
+            key = block.to_bytes(8, "little")
+            ghost = self.ghosts.find(key)
             row = self._room(held)
             if row == NO_ROW:
                 break
+            self.ghosts.count(key, ghost)
+            is_back = ghost is not None and ghost.size <= REGRET_REACH
+            if ghost is not None and is_back:
+                self._order.regret(ghost.bytes, was_used=ghost.was_used)
             self._order.insert(row, rows[-1] if rows else NO_ROW, 1, is_back=is_back)
             self._block[row] = block
             row_of[block] = row
@@ -119,10 +122,11 @@ class Tier:
             return self._free.pop()
         row = self._order.pick(held.__contains__)
         if row != NO_ROW:
+            was_used = self._order.was_used(row)
             self._order.remove(row)
             block = self._block[row]
             del self._row_of[block]
-            self.ghosts.left(block.to_bytes(8, "little"), 1)
+            self.ghosts.left(block.to_bytes(8, "little"), 1, was_used=was_used)
             self.evictions += 1
         return row
 

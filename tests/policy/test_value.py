@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -177,3 +179,92 @@ def test_a_chain_deeper_than_its_column_counts_is_restored():
     order, count = ValueOrder(even_depth=4), 65_600
     order.restore(range(count), [NO_ROW, *range(count - 1)], [1] * count)
     assert [order._depth[row] for row in (1, 65_535, count - 1)] == [1, 65_535, 65_535]
+
+
+def scanned(order: ValueOrder, turns: int, rows: set[int]) -> set[int]:
+    """What is left of `rows` after so many single blocks came for one that left each."""
+    for _ in range(turns):
+        row = evict(order)
+        rows.discard(row)
+        order.insert(row, NO_ROW, 1)
+    return rows
+
+
+def test_reused_blocks_outlast_a_scan_and_not_all_scans_there_are():
+    order = singles(100)
+    order.touch(list(range(60)))
+    assert len(scanned(order, 1500, set(range(60)))) == 60, "as long as the scan is not the work itself"
+    assert scanned(order, 4000, set(range(60))) == set(), "what was used once must not stay for ever"
+
+
+def test_use_keeps_reused_blocks_out_of_the_next_scan_as_well():
+    order = singles(100)
+    own = list(range(60))
+    order.touch(own)
+    left = set(own)
+    for _ in range(4):
+        left = scanned(order, 1000, left)
+        order.touch(own)
+    assert len(left) == 60
+
+
+def test_regret_moves_the_room_of_new_blocks_between_its_bounds():
+    order = singles(100)
+    assert order._unproven_share == 0.2
+    for _ in range(30):
+        order.regret(1, was_used=False)
+    assert round(order._unproven_share, 6) == 0.5
+    for _ in range(10):
+        order.regret(1, was_used=True)
+    assert round(order._unproven_share, 6) == 0.4
+    order.regret(1000, was_used=False)
+    assert order._unproven_share == 1.0
+    order.regret(1000, was_used=True)
+    assert order._unproven_share == 0.2
+
+
+def test_new_blocks_that_came_back_before_get_the_room_they_miss():
+    """Turns that come back late: with a fifth of the tier they are gone by then, however often that happens."""
+    order = singles(100)
+    order.touch(list(range(80)))
+    for _ in range(80):
+        order.regret(1, was_used=False)
+    gone = {evict(order) for _ in range(30)}
+    assert gone & set(range(80)), "the room of new blocks now has no bound, and the oldest go"
+
+
+def test_deeper_reused_block_outlives_a_shallow_one():
+    order = ValueOrder(even_depth=4)
+    for row in range(9):
+        order.insert(row, row - 1, 1)
+    order.insert(9, NO_ROW, 1)
+    order.touch(list(range(9)))
+    order.touch([9])
+    assert evict(order) == 9
+    assert evict(order) == 8
+
+
+def test_count_of_unproven_bytes_holds_through_any_history():
+    chance = random.Random(4)
+    order, here = ValueOrder(even_depth=4), dict[int, int]()
+    for _ in range(6000):
+        row = chance.randrange(60)
+        step = chance.randrange(6)
+        if row not in here:
+            order.insert(row, NO_ROW, size := chance.randrange(1, 9), is_back=step == 0)
+            here[row] = size
+        elif step == 0:
+            order.remove(row)
+            del here[row]
+        elif step == 1:
+            order.touch([row])
+        elif step == 2:
+            order.advise([row], prospect=Prospect(chance.randrange(4)), loss=Loss(chance.randrange(2)))
+        elif (picked := order.pick(lambda _: chance.randrange(3) == 0)) != NO_ROW and step == 3:
+            order.remove(picked)
+            del here[picked]
+        else:
+            order.unpark(row)
+        order.pick(nobody_holds)
+        assert order._bytes == sum(here.values())
+        assert order._unproven_bytes == sum(size for row, size in here.items() if not order.was_used(row))

@@ -23,7 +23,7 @@ def test_ssd_stays_under_its_cap_and_keeps_the_newest(kit):
     store.audit()
 
 
-@pytest.mark.parametrize("eviction", ["segmented_lru", "s3fifo"])
+@pytest.mark.parametrize("eviction", ["value", "segmented_lru", "s3fifo"])
 def test_reused_contexts_outlive_a_scan_in_both_tiers(kit, eviction):
     sizes = {"ssd": "768KiB", "dram": "128KiB"}
     store = kit.open(**sizes, eviction=eviction)

@@ -13,13 +13,18 @@ from rich.table import Table
 
 from workmem.cli.options import ConfigFile, Settings
 from workmem.cli.store_folder import FolderPath, console_out, disk_errors, folder_of, keyring_of, progress_bar
+from workmem.cli.store_running import show_running
+from workmem.config import host_socket, load
 from workmem.core.errors import IntegrityError
 from workmem.core.units import format_bytes
+from workmem.store.host.client import HostStore
+from workmem.store.host.place import is_served
 from workmem.store.tools import export as exporting
 from workmem.store.tools import gc as collecting
 from workmem.store.tools import verify as verifying
 from workmem.store.tools.folder_view import FolderView, read_folder
 from workmem.store.tools.listing import blocks_of, find_chain, find_space, line_of
+from workmem.store.tools.running_stat import running_stat
 from workmem.store.tools.stat import PREFIX_DIGITS, SegmentStat, SpaceStat, StoreStat, stat_of
 
 AsJson = Annotated[
@@ -52,10 +57,15 @@ def stat(
 ) -> None:
     """Show what a store's folder holds: namespaces, pages, live and dead bytes, the journal.
 
-    Works beside a running store, and shows the moment it was run.
+    Works beside a running store, and shows the moment it was run. Without PATH, and where the host's store is
+    served, it is asked for its tiers too: eviction order, quotas, pins, and what more room would have hit.
     """
     with disk_errors():
         found = stat_of(_view(path, config, sets), show_names=show_names)
+        socket = host_socket(load(config, sets=sets).config.store.host.socket)
+        if path is None and is_served(socket):
+            with HostStore(socket) as store:
+                found = msgspec.structs.replace(found, running=running_stat(store.gauges()))
     if json:
         _print_json(found)
         return
@@ -64,6 +74,8 @@ def stat(
         console.print(line, soft_wrap=True)
     console.print(_space_table(found.spaces))
     console.print(_segment_table(found.segments))
+    if found.running is not None:
+        show_running(console, found.running)
 
 
 def ls(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from workmem.policy.order import NO_ROW
 from workmem.policy.rings import Rings
@@ -16,10 +17,22 @@ from workmem.policy.rings import Rings
 SIZES = (1.25, 1.5, 2.0, 4.0)
 """Sizes of the imagined tiers, in capacities of the real one."""
 
+REGRET_REACH = 2.0
+"""Of the capacity: what comes back though a tier of this size would still have it left too early."""
 
 GHOSTS_MAX = 1 << 14
 """Of a tier: some 2 MB, whatever its size. So many keys place hits to a few percent."""
 _BLOCK_BYTES_LEAST = 64 * 1024
+
+
+class Ghost(NamedTuple):
+    """A block that left and is asked for."""
+
+    size: float
+    """Of the smallest imagined tier that would still have it, in capacities."""
+    bytes: int
+    """Its own, times the keys that this one stands for."""
+    was_used: bool
 
 
 def ghosts_of(capacity_bytes: int) -> Ghosts:
@@ -54,14 +67,15 @@ class Ghosts(Rings):
         self._row_of: dict[int, int] = {}
         self._number = array("Q")
         self._stretch = bytearray()
+        self._was_used = bytearray()
         self._free: list[int] = []
         self._hits = [0] * len(self._sizes)
         self.misses = 0
         """Blocks asked for that the tier did not have."""
         self.cut_short = 0
 
-    def left(self, key: bytes, size: int) -> None:
-        """A block of `size` bytes was evicted."""
+    def left(self, key: bytes, size: int, *, was_used: bool = False) -> None:
+        """A block of `size` bytes was evicted. `was_used`: after it had come (`EvictionOrder.was_used`)."""
         number = int.from_bytes(key[:8], "little")
         if number % self._one_in:
             return
@@ -71,6 +85,7 @@ class Ghosts(Rings):
         self.insert(row, NO_ROW, size)
         self._row_of[number] = row
         self._number[row] = number
+        self._was_used[row] = was_used
         self._room[0] -= size
         self._stretch[row] = 0
         for stretch in range(len(self._sizes)):
@@ -80,19 +95,29 @@ class Ghosts(Rings):
             last = max(end for end in range(len(self._sizes)) if self._newer[end] != end)
             self._drop(self._newer[last] - self._first)
 
-    def asked(self, key: bytes) -> float:
-        """A block was asked for and is not here: in how big a tier, in capacities, it would have been.
-
-        One of `sizes`, or infinity. The ghost is given up: the block is about to come back.
-        """
-        self.misses += 1
+    def find(self, key: bytes) -> Ghost | None:
+        """What is remembered of a block that is asked for. Look before room is made for it: that pushes ghosts on."""
         row = self._row_of.get(int.from_bytes(key[:8], "little"))
         if row is None:
-            return float("inf")
-        stretch = self._stretch[row]
-        self._hits[stretch] += self._one_in
-        self._drop(row)
-        return self._sizes[stretch]
+            return None
+        size = self._sizes[self._stretch[row]]
+        return Ghost(size, self._size[row] * self._one_in, bool(self._was_used[row]))
+
+    def count(self, key: bytes, ghost: Ghost | None) -> None:
+        """A block that was not here comes in, of which `find` said `ghost` before. Once for each that comes."""
+        self.misses += 1
+        if ghost is None:
+            return
+        self._hits[self._sizes.index(ghost.size)] += self._one_in
+        row = self._row_of.get(int.from_bytes(key[:8], "little"))
+        if row is not None:
+            self._drop(row)
+
+    def asked(self, key: bytes) -> float:
+        """`find` and `count` at once: in how big a tier, in capacities, the block would have been; or infinity."""
+        ghost = self.find(key)
+        self.count(key, ghost)
+        return ghost.size if ghost is not None else float("inf")
 
     def hits(self) -> dict[float, int]:
         """By size of the imagined tier: of the `misses`, how many blocks it would have had."""
@@ -121,3 +146,4 @@ class Ghosts(Rings):
         missing = len(self._flags) - len(self._stretch)
         self._number.frombytes(bytes(8 * missing))
         self._stretch.extend(bytes(missing))
+        self._was_used.extend(bytes(missing))

@@ -55,6 +55,11 @@ class GroupedOrder:
         """How often a victim was passed over because it was held (R4)."""
         return sum(group.order.held_skips for group in self._groups) - self._crossings
 
+    @property
+    def pinned(self) -> int:
+        """See `EvictionOrder.pinned`."""
+        return sum(group.order.pinned for group in self._groups)
+
     def blocks_of(self, group: str) -> int:
         """How many blocks a group has here."""
         return len(self._groups[self._index[group]].order) if group in self._index else 0
@@ -105,6 +110,14 @@ class GroupedOrder:
         """See `EvictionOrder.is_leaf`."""
         home = self._groups[self._group_of[row]].order
         return row not in self._foreign_children and home.is_leaf(self._number_of[row])
+
+    def was_used(self, row: int) -> bool:
+        """See `EvictionOrder.was_used`."""
+        return self._groups[self._group_of[row]].order.was_used(self._number_of[row])
+
+    def regret(self, size: int, *, was_used: bool, group: str = "") -> None:
+        """See `EvictionOrder.regret`. Of what the block counts for."""
+        self._groups[self._group(group)].order.regret(size, was_used=was_used)
 
     def remove(self, row: int) -> None:
         """See `EvictionOrder.remove`."""

@@ -39,6 +39,11 @@ class EvictionOrder(Protocol):
         """How often a victim was passed over because it was held (R4)."""
         ...
 
+    @property
+    def pinned(self) -> int:
+        """Blocks in the order that are pinned."""
+        ...
+
     def __len__(self) -> int:
         """Blocks in the order."""
         ...
@@ -67,6 +72,17 @@ class EvictionOrder(Protocol):
 
     def is_leaf(self, row: int) -> bool:
         """Whether a block that is here has no children here: only then may it leave to make room (R7)."""
+        ...
+
+    def was_used(self, row: int) -> bool:
+        """Whether a block that is here was used again since it came, as far as the order remembers."""
+        ...
+
+    def regret(self, size: int, *, was_used: bool) -> None:
+        """A block of `size` bytes that left not long ago is wanted back: it had better stayed.
+
+        `was_used`: what `was_used` said before it left. Comes before the `insert`, and also where none follows.
+        """
         ...
 
     def remove(self, row: int) -> None:

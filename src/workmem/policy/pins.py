@@ -110,6 +110,11 @@ class PinTable(Generic[Block]):
         """Bytes that an owner's pins name."""
         return self._owners[owner].bytes if owner in self._owners else 0
 
+    def owners(self) -> list[tuple[str, int, int]]:
+        """Name, pins and bytes named of each owner, whoever names most first. May be asked without the lock."""
+        found = [(name, len(mine.pins), mine.bytes) for name, mine in list(self._owners.items())]
+        return sorted(found, key=lambda owner: (-owner[2], owner[0]))
+
     def _snapshot(self, owner: str) -> dict[Block, bool]:
         return dict.fromkeys(self._owners[owner].uses, True) if owner in self._owners else {}
 

@@ -56,6 +56,11 @@ class Rings:
     def __len__(self) -> int:
         return self._count
 
+    @property
+    def pinned(self) -> int:
+        """See `EvictionOrder.pinned`."""
+        return self._pinned
+
     def insert(self, row: int, parent: int, size: int, *, is_back: bool = False) -> None:
         """See `EvictionOrder.insert`."""
         if self._pending:
@@ -230,6 +235,13 @@ class Rings:
     def is_leaf(self, row: int) -> bool:
         """See `EvictionOrder.is_leaf`."""
         return not self._children[row]
+
+    def was_used(self, row: int) -> bool:
+        """See `EvictionOrder.was_used`."""
+        return bool(self._flags[row] & REUSED)
+
+    def regret(self, size: int, *, was_used: bool) -> None:
+        """See `EvictionOrder.regret`. For orders that learn from it."""
 
     def _ring_of_new(self, row: int, parent: int, *, is_back: bool) -> int:  # noqa: ARG002 - for subclasses
         """The ring that a new block enters."""

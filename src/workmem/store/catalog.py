@@ -40,6 +40,8 @@ NO_SEGMENT = 0
 """In `Catalog.segment`: the block has no page on ssd. Segment numbers begin at 1."""
 IS_BACK = 2
 """In `Catalog.is_unwritten`, instead of 1: every tier had evicted the block before."""
+IS_COUNTED = 4
+"""In `Catalog.is_unwritten`, beside these: the ghosts of the tier below have heard of it. A write may be tried again."""
 NO_PARENT, UNKNOWN_PARENT = -1, -2
 """In place of a parent's row."""
 

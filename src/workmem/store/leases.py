@@ -182,12 +182,13 @@ class LeaseTable:
             space = catalog.space[row]
             promotion = catalog.promotion.get(row)
             if promotion is None:
-                state.ghosts.asked(catalog.key[row])
+                ghost = state.ghosts.find(catalog.key[row])
                 size, group = space.frame_bytes, state.group(space, catalog.workflow[row])
                 frame = state.reserve(size, group) or state.reserve_unwritten(size, group)
                 if frame is None:
                     self._undo_lease(lease, started)
                     raise self._no_room(lease)
+                state.missed(catalog.key[row], ghost, group)
                 state.start_filling(frame, space)
                 frame.pins = 1
                 assert self.extent_of is not None

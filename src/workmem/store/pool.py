@@ -223,12 +223,14 @@ class Pool:
             return SaveState.DROPPED
         if self._holds(space, block):
             return SaveState.ALREADY_THERE
-        # Asked before room is made, or the ghosts would be one block further than they are.
-        state.ghosts.asked(block.key)
+        # Looked up before room is made, or the ghosts would be one block further than they are.
+        ghost = state.ghosts.find(block.key)
         number = state.catalog.workflow_number(workflow) if workflow else 0
-        frame = state.reserve(space.frame_bytes, state.group(space, number))
+        group = state.group(space, number)
+        frame = state.reserve(space.frame_bytes, group)
         if frame is None:
             return None
+        state.missed(block.key, ghost, group)
         state.start_filling(frame, space)
         space.filling[block.key] = number
         return frame

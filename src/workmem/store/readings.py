@@ -9,7 +9,7 @@ from workmem.store.breaker import Breaker
 from workmem.store.frames import FrameState
 from workmem.store.pool import Pool
 from workmem.store.scrubber import ScrubCounts
-from workmem.store.steering import ghost_gauges
+from workmem.store.steering import ghost_gauges, order_gauges
 from workmem.store.tiers.attached import AttachedTier
 from workmem.store.tiers.ssd import SsdTier
 
@@ -57,7 +57,8 @@ def readings(
         "store_save_queue_pages": queued,
         "store_unwritten_pages": len(state.unwritten),
         "store_life_groups": state.care.group_count,
-    } | ghost_gauges(TierName.DRAM, state.ghosts)
+    }
+    found |= ghost_gauges(TierName.DRAM, state.ghosts) | order_gauges(TierName.DRAM, state)
     found |= {f"store_{name}_total": state.counts[name] for name in _COUNTERS}
     if isinstance(tier, AttachedTier):
         found |= _of_attached(tier, breaker)
@@ -82,14 +83,18 @@ def _of_attached(tier: AttachedTier, breaker: Breaker) -> dict[str, float]:
 
 
 def _of_ssd(tier: SsdTier, breaker: Breaker) -> dict[str, float]:
-    return {
-        "store_ssd_capacity_bytes": tier.capacity_bytes,
-        "store_ssd_used_bytes": tier.index.file_bytes,
-        "store_ssd_live_bytes": tier.index.live_bytes,
-        "store_ssd_pages": tier.index.page_count,
-        "store_ssd_approximate": float(tier.forms.is_approximate),
-        "store_ssd_sealed": float(tier.forms.seals),
-        "store_ssd_error": float(breaker.writes_open or breaker.reads_open),
-        "store_ssd_read_errors_total": breaker.read_errors,
-        "store_ssd_write_errors_total": breaker.write_errors,
-    } | ghost_gauges(TierName.SSD, tier.index.ghosts)
+    return (
+        {
+            "store_ssd_capacity_bytes": tier.capacity_bytes,
+            "store_ssd_used_bytes": tier.index.file_bytes,
+            "store_ssd_live_bytes": tier.index.live_bytes,
+            "store_ssd_pages": tier.index.page_count,
+            "store_ssd_approximate": float(tier.forms.is_approximate),
+            "store_ssd_sealed": float(tier.forms.seals),
+            "store_ssd_error": float(breaker.writes_open or breaker.reads_open),
+            "store_ssd_read_errors_total": breaker.read_errors,
+            "store_ssd_write_errors_total": breaker.write_errors,
+        }
+        | ghost_gauges(TierName.SSD, tier.index.ghosts)
+        | order_gauges(TierName.SSD, tier.index)
+    )

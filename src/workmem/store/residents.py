@@ -15,7 +15,7 @@ from workmem.core.events import BlockAdmitted, BlockEvicted, BlockQuarantined, B
 from workmem.core.keys import BlockKey
 from workmem.core.outcomes import MissReason, TierName
 from workmem.policy.choose import EvictionName, make_order
-from workmem.policy.ghosts import ghosts_of
+from workmem.policy.ghosts import REGRET_REACH, Ghost, ghosts_of
 from workmem.policy.order import NO_ROW, EvictionOrder, Loss, Prospect
 from workmem.policy.quotas import Quota
 from workmem.store.arena import Arena
@@ -37,6 +37,7 @@ class Residents:
         self.arena = arena
         self.outbox = outbox
         self.frames = FrameTable(arena.capacity_bytes)
+        self.eviction = eviction
         self._make_order = partial(make_order, eviction, arena.capacity_bytes)
         self.order: EvictionOrder = self._make_order()
         self.ghosts = ghosts_of(arena.capacity_bytes)
@@ -147,6 +148,18 @@ class Residents:
         """Nobody answers for a frame any more: it holds no page that counts."""
         self._charges.give_up(self.shares, frame)
 
+    def missed(self, key: BlockKey, ghost: Ghost | None, group: str) -> None:
+        """A frame was taken for a block that was not here, of which the ghosts said `ghost` before that.
+
+        Not before the frame is there: who waits for room asks more than once.
+        """
+        self.ghosts.count(key, ghost)
+        if ghost is not None and ghost.size <= REGRET_REACH:
+            if self.shares is None:
+                self.order.regret(ghost.bytes, was_used=ghost.was_used)
+            else:
+                self.shares.order.regret(ghost.bytes, was_used=ghost.was_used, group=group)
+
     def _bytes_of(self, row: int) -> int:
         frame = self.catalog.frame[row]
         return frame.size if frame is not None else 0
@@ -220,9 +233,9 @@ class Residents:
 
     def _evict(self, row: int) -> Frame:
         """Take a victim's page out of service. Its frame is EVICTING: to be freed or reused."""
-        key = self.catalog.key[row]
+        key, was_used = self.catalog.key[row], self.order.was_used(row)
         frame = self._detach(row, FrameState.EVICTING)
-        self.ghosts.left(key, frame.size)
+        self.ghosts.left(key, frame.size, was_used=was_used)
         self.counts["dram_evictions"] += 1
         if self.outbox.is_heard:
             self.outbox.tell(BlockEvicted(tier=TierName.DRAM, key=key[:8].hex(), reason="room"))

@@ -20,11 +20,11 @@ from workmem.core.events import BlockAdmitted, BlockEvicted, BoundReached
 from workmem.core.keys import BlockKey
 from workmem.core.outcomes import MissReason, TierName
 from workmem.policy.choose import EvictionName, make_order
-from workmem.policy.ghosts import ghosts_of
+from workmem.policy.ghosts import REGRET_REACH, ghosts_of
 from workmem.policy.order import NO_ROW, EvictionOrder, Loss, Prospect
 from workmem.policy.quotas import Quota
 from workmem.store.arena import ALIGNMENT_BYTES
-from workmem.store.catalog import IS_BACK, NO_SEGMENT, Space
+from workmem.store.catalog import IS_BACK, IS_COUNTED, NO_SEGMENT, Space
 from workmem.store.residents import Residents
 from workmem.store.shares import TierShares
 from workmem.store.ssd_strikes import Strikes
@@ -61,6 +61,7 @@ class SsdIndex:
     def __init__(self, state: Residents, capacity_bytes: int, eviction: EvictionName) -> None:
         self._state = state
         self._catalog = state.catalog
+        self.eviction = eviction
         self._make_order = partial(make_order, eviction, capacity_bytes)
         self.order: EvictionOrder = self._make_order()
         self.ghosts = ghosts_of(capacity_bytes)
@@ -154,9 +155,9 @@ class SsdIndex:
         while line:
             row = line.pop(0)
             freed += self._bytes_of(row)
-            key = self._catalog.key[row]
+            key, was_used = self._catalog.key[row], self.order.was_used(row)
             rest = self._strike(row)
-            self.ghosts.left(key, self._bytes_of(row))
+            self.ghosts.left(key, self._bytes_of(row), was_used=was_used)
             self._state.counts["ssd_evictions"] += 1
             self._state.outbox.tell(BlockEvicted(tier=self._state.below, key=key.hex()[:16], reason="room"))
             self._state.forget_if_gone(row, MissReason.EVICTED)
@@ -182,7 +183,22 @@ class SsdIndex:
 
     def begin_write(self, row: int, stamp: int, size: int) -> bool:
         """Whether the quotas have room for a page, which its group makes (Q1). The lock is held by the caller."""
-        self.ghosts.asked(self._catalog.key[row])
+        key, shares = self._catalog.key[row], self.shares
+        ghost = self.ghosts.find(key)
+        if not self._has_room(row, stamp, size):
+            return False
+        if self._catalog.is_unwritten[row] & IS_COUNTED:
+            return True
+        self._catalog.is_unwritten[row] |= IS_COUNTED
+        self.ghosts.count(key, ghost)
+        if ghost is not None and ghost.size <= REGRET_REACH:
+            if shares is None:
+                self.order.regret(ghost.bytes, was_used=ghost.was_used)
+            else:
+                shares.order.regret(ghost.bytes, was_used=ghost.was_used, group=shares.group_of(row))
+        return True
+
+    def _has_room(self, row: int, stamp: int, size: int) -> bool:
         shares = self.shares
         if shares is None:
             return True
@@ -315,7 +331,7 @@ class SsdIndex:
         self.page_count += 1
         parent = catalog.parent_row(row)
         parent = parent if parent != NO_ROW and self._is_here(parent) else NO_ROW
-        is_back = catalog.is_unwritten[row] == IS_BACK
+        is_back = bool(catalog.is_unwritten[row] & IS_BACK)
         if self.shares is None:
             self.order.insert(row, parent, extent.length, is_back=is_back)
         else:

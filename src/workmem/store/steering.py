@@ -27,6 +27,8 @@ from workmem.store.ssd_index import SsdIndex
 
 PINS_MAX = 4096
 """Of all owners together: each costs an entry, however few blocks it names."""
+OWNERS_TOLD_MAX = 16
+"""Owners whose pins have readings of their own, those that name most; the others are in the sums."""
 GROUP_MAX = 4096
 """Blocks of a group, in each tier: they leave, and are used, under one hold of the lock."""
 
@@ -76,6 +78,19 @@ class PinDesk:
             change = self._state.care.pins.expire(self._clock.monotonic())
             self._state.counts["pins_expired"] += len(change.expired)
             self._apply(change)
+
+    def gauges(self) -> dict[str, float]:
+        """How many pins there are, the bytes that they name (a block of two owners counts for both), and whose."""
+        owners = self._state.care.pins.owners()
+        readings: dict[str, float] = {
+            "store_pins": len(self),
+            "store_pins_bytes": sum(size for _, _, size in owners),
+            "store_pins_owners": len(owners),
+        }
+        for owner, pins, size in owners[:OWNERS_TOLD_MAX]:
+            name = f"store_pins_owner_{shown_digest(owner) or 'nobody'}"
+            readings |= {f"{name}_count": pins, f"{name}_bytes": size}
+        return readings
 
     def purged(self, root: bytes) -> None:
         """A namespace is gone for good: so are its pins."""
@@ -216,6 +231,11 @@ def set_quotas(desk: QuotaDesk, quotas: Mapping[str, QuotaConfig], tier: TierNam
             desk.set_quota(group, tier, floor_bytes, ceiling_bytes)
         except ClientError as error:
             raise ConfigError(f"{path}_floor and {tier}_ceiling: {error}") from error
+
+
+def order_gauges(tier: TierName, of: Residents | SsdIndex) -> dict[str, float]:
+    """Which eviction order a tier is under, and how many of its blocks are pinned."""
+    return {f"store_{tier}_eviction_{of.eviction}": 1, f"store_{tier}_pinned_pages": of.order.pinned}
 
 
 def ghost_gauges(tier: TierName, ghosts: Ghosts) -> dict[str, float]:

@@ -292,7 +292,7 @@ class Store:
         """See `KVStore.gauges`."""
         counts = None if self._scrubber is None else self._scrubber.counts
         told = readings(self._pool, self._tier, self._breaker, self._saver.depth, counts)
-        return told | {"store_pins": len(self._pins)} | self._quotas.gauges()
+        return told | self._pins.gauges() | self._quotas.gauges()
 
     def close(self) -> None:
         """See `KVStore.close`."""

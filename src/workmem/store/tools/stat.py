@@ -8,6 +8,7 @@ from workmem.core.layout import KVLayout, Namespace
 from workmem.store.codecs.choose import is_approximate
 from workmem.store.selector import shown_digest
 from workmem.store.tools.folder_view import FolderView, SpaceView
+from workmem.store.tools.running_stat import RunningStat
 
 PREFIX_DIGITS = 12
 """Hex digits of a key or root that are shown: enough to tell them apart."""
@@ -54,6 +55,8 @@ class StoreStat(msgspec.Struct, frozen=True, kw_only=True):
     live_bytes: int
     spaces: list[SpaceStat]
     segments: list[SegmentStat]
+    running: RunningStat | None = None
+    """Where the store that has the folder was asked."""
 
     @property
     def dead_records(self) -> int:

@@ -20,7 +20,7 @@ from workmem.cli.main import main
 from workmem.core.errors import ConfigError
 from workmem.core.events import discard
 from workmem.core.layout import Namespace
-from workmem.core.outcomes import TierName
+from workmem.core.outcomes import MissReason, TierName
 from workmem.store.config import DramConfig, SsdConfig, StoreConfig
 from workmem.store.host.client import HostStore
 from workmem.store.host.config import HostConfig
@@ -115,6 +115,21 @@ def test_purge_takes_a_tenant_out_of_the_served_store(host, capsys, monkeypatch)
     assert "purged 3 blocks of 1 namespace, 12.0 KiB" in capsys.readouterr().out.replace("\n", " ")
     assert client.lookup(mine.root, mine.keys).blocks == 0
     assert client.lookup(other.root, other.keys).blocks == 3
+
+
+def test_purge_of_a_tenant_whose_blocks_were_all_evicted_takes_its_name_out(host, capsys):
+    host.serve()
+    mine = Chain(Namespace(model_fingerprint="m", layout=SMALL, tenant_salt="mine"), 3)
+    mine.save(host.client())
+    state, journal = host.store.pool.state, host.folder / "ssd" / "journal"
+    with state.outbox:
+        for row in list(host.store.pool.space(mine.root).rows.values()):
+            state.withdraw(row, MissReason.EVICTED)
+    assert host.store.flush(20)
+    assert mine.root in journal.read_bytes()
+    assert workmem("purge", "--tenant", "mine", "--yes", tmp_path=host.folder) == 0
+    assert "nothing to purge" in capsys.readouterr().out
+    assert mine.root not in journal.read_bytes()
 
 
 def test_purge_takes_an_epoch_out_of_a_stopped_folder_and_waits_for_nobody_elses(tmp_path, capsys):

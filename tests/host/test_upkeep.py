@@ -46,6 +46,9 @@ def test_a_purge_by_one_client_is_a_miss_for_all_and_leaves_nothing(host):
     assert client.flush(20)
     assert page_bytes(mine.keys[2], SMALL)[:64] not in on_disk(host.folder)
     assert page_bytes(theirs.keys[2], SMALL)[:64] in on_disk(host.folder)
+    # Clients have it open still; the journal does not name it.
+    journal = (host.folder / "ssd" / "journal").read_bytes()
+    assert (mine.root in journal, theirs.root in journal) == (False, True)
     # Nobody has to declare it anew.
     mine.save(other)
     assert read_all(client, mine.root, mine.keys) == 6

@@ -17,11 +17,13 @@ from hypothesis import strategies as st
 
 from workmem.core.events import BlockEvicted, BlockQuarantined, Event
 from workmem.core.outcomes import TierName
+from workmem.store.codecs.settings import page_keyring
 from workmem.store.config import DramConfig, SsdConfig, StoreConfig
 from workmem.store.contract import SaveState
 from workmem.store.device import Access, BlockDevice
 from workmem.store.store import Store
 from workmem.store.tiers import journal
+from workmem.store.tools.folder_view import read_folder
 from workmem.testing.faulty_device import FaultPlan, FaultyDevice
 from workmem.testing.pages import SMALL, Chain, namespace, page_bytes, settle
 from workmem.testing.power_cut import SECTOR_BYTES, PowerCutDevice
@@ -29,7 +31,8 @@ from workmem.testing.power_cut import SECTOR_BYTES, PowerCutDevice
 pytestmark = pytest.mark.timeout(170)
 
 WIDE = type(SMALL)(dtype="fp32", layers=4, kv_heads=4, head_dim=32, block_tokens=4)
-SPACES = (namespace("small", SMALL), namespace("wide", WIDE))
+SPACES = (namespace("small weights", SMALL), namespace("wide weights", WIDE))
+"""Named so that no other bytes say the same."""
 CHAINS = tuple(Chain(space, 4, seed=seed) for space in SPACES for seed in range(5))
 ROOTS = {key: chain.root for chain in CHAINS for key in chain.keys}
 
@@ -45,9 +48,13 @@ def kept(monkeypatch):
 KEPT: dict[str, str] = {}
 
 
-def open_store(folder: Path, device: BlockDevice | None = None, sink=lambda event: None) -> Store:
+def store_config(folder: Path) -> StoreConfig:
     ssd = msgspec.structs.replace(SsdConfig(path=str(folder), bytes="256KiB", readers=1), **KEPT)
-    return Store(StoreConfig(dram=DramConfig(bytes="512KiB"), ssd=ssd), sink, None, device)
+    return StoreConfig(dram=DramConfig(bytes="512KiB"), ssd=ssd)
+
+
+def open_store(folder: Path, device: BlockDevice | None = None, sink=lambda event: None) -> Store:
+    return Store(store_config(folder), sink, None, device)
 
 
 class Workload:
@@ -155,6 +162,19 @@ class Workload:
             if root in gone and not any(key == saved and done >= gone[root] for _, done, saved in self.saved)
         }
 
+    def forgotten(self, at: int) -> list[bytes]:
+        """Fingerprints that a cut after `at` operations must not leave in any file: purged, and nothing saved since."""
+        return [
+            space.model_fingerprint.encode()
+            for space in SPACES
+            if any(
+                root == space.root()
+                and acknowledged <= at
+                and not any(ROOTS[key] == root and done >= started for _, done, key in self.saved)
+                for started, acknowledged, root in self.purged
+            )
+        ]
+
     def _open(self) -> Store:
         store = open_store(self.folder, FaultyDevice(self.plan, self.device), self._hear)
         for space in SPACES:
@@ -170,7 +190,9 @@ class Workload:
 
 def check(folder: Path, work: Workload, at: int) -> None:
     """Open what the cut left: all that was promised is there, and all that is there is right."""
-    promised = work.promised(at)
+    promised, forgotten = work.promised(at), work.forgotten(at)
+    left = b"".join(file.read_bytes() for file in folder.rglob("*") if file.is_file())
+    assert not [name for name in forgotten if name in left], "a purged namespace is still named"
     with open_store(folder) as store:
         found: set[bytes] = set()
         for chain in CHAINS:
@@ -186,6 +208,11 @@ def check(folder: Path, work: Workload, at: int) -> None:
         missing = {key.hex()[:16] for key in set(promised) - found}
         assert missing == set()
         assert found.isdisjoint(work.forbidden(at)), "purged blocks came back"
+        assert store.flush(20)
+        named = {
+            space.root for space in read_folder(folder, keyring=page_keyring(store_config(folder).ssd)).spaces
+        }
+        assert named == {ROOTS[key] for key in found}, "a namespace without pages is named"
         states = CHAINS[0].save(store)
         assert SaveState.DROPPED not in states
         store.audit()

@@ -60,6 +60,9 @@ def purge(
 def _purge(store: HostStore | Store, chosen: PurgeSelector, where: str, *, yes: bool) -> None:
     found = store.survey(chosen)
     if not found.blocks:
+        # Of one whose blocks have all been evicted the journal may still have the name.
+        store.purge(chosen)
+        store.flush(_GONE_S)
         console_out().print(f"nothing to purge: no namespace with blocks in {where} fits", soft_wrap=True)
         return
     if not yes:

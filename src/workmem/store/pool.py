@@ -62,6 +62,11 @@ class Pool:
                 return space, False
             return self._open_space(namespace, number), True
 
+    def number_from(self, number: int) -> None:
+        """The journal speaks of numbers below `number`: a namespace that is new gets none of them."""
+        with self.state.outbox:
+            self._numbers = max(self._numbers, number - 1)
+
     def space(self, root: bytes) -> Space:
         """The space under `root`. Raises InvariantError for a root that was never registered."""
         try:
@@ -191,6 +196,7 @@ class Pool:
             for space in gone:
                 space.is_purged = True
                 del self.state.spaces[space.root]
+                self.state.leaving[space.number] = space
                 self._open_space(space.namespace, None)
                 self.state.outbox.tell(NamespacePurged(root=space.root.hex()[:16], blocks=len(space.rows)))
         return gone
@@ -203,8 +209,9 @@ class Pool:
                 for row in rows:
                     self.state.withdraw(row, MissReason.COLD)
                 space.ghosts.clear()
-            if not rows:
-                return
+                if not rows:
+                    self.state.leaving.pop(space.number, None)
+                    return
 
     def forget_space(self, space: Space) -> None:
         """Replay found that a namespace was purged before the last stop."""

@@ -47,6 +47,8 @@ class Residents:
         """Set with the first quota; its order is then `order`."""
         self._charges = Charges()
         self.spaces: dict[bytes, Space] = {}
+        self.leaving: dict[int, Space] = {}
+        """Purged namespaces whose pages are still being given up, by number."""
         self.counts: Counter[str] = Counter()
         self.unwritten: deque[tuple[int, int]] = deque()
         """Row and stamp of blocks on their way to ssd, oldest first; an entry that `owes_write` denies is stale."""

@@ -313,8 +313,10 @@ class SsdIndex:
     def snapshot(self) -> list[Record]:
         """Everything a fresh journal must say."""
         with self._state.outbox:
+            segment = self._catalog.segment
+            leaving = {segment[row] for space in self._state.leaving.values() for row in space.rows.values()}
             records = snapshot(self._catalog, list(self._state.spaces.values()))
-            records += self.strikes.erasure_entries()
+            records += self.strikes.erasure_entries(leaving - {NO_SEGMENT})
             # Last: a snapshot that fails for want of memory leaves the strikes to be tried again.
             self.strikes.take_all()
             return records

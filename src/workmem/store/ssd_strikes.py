@@ -5,7 +5,7 @@ Part of the pool's state, as the index is: every method takes the pool's lock (R
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from workmem.store.catalog import Space
 from workmem.store.outbox import Outbox
@@ -29,6 +29,8 @@ class Strikes:
         """Off once the store closes: what is not erased by then is left to the next start, which the journal tells."""
         self._is_purging = False
         """What was struck out last is not all durable, and some of it was purged."""
+        self.names_are_left = False
+        """The journal names namespaces that it says were purged: it is to be written anew."""
 
     def strike_out(self, space: Space, key: bytes, segment: Segment) -> None:
         """A page in `segment` is of no use any more; a purged one must leave the disk as well (R9).
@@ -44,7 +46,7 @@ class Strikes:
         self._outbox.changed.notify_all()
 
     def drop_space(self, space: Space) -> None:
-        """A purged namespace leaves the journal in one word."""
+        """A purged namespace is void in the journal with one word."""
         with self._outbox:
             self._is_purging = True
             self._deletes.append(DropEntry(space.number))
@@ -55,8 +57,16 @@ class Strikes:
 
         The lock is held by the caller.
         """
-        self._is_striking = self._is_striking or bool(self._deletes)
+        self._is_striking = self._is_striking or bool(self._deletes) or self.names_are_left
+        self._is_purging = self._is_purging or self.names_are_left
+        self.names_are_left = False
         self._deletes.clear()
+
+    def leave_names(self) -> None:
+        """`names_are_left`, from now until a snapshot is taken."""
+        with self._outbox:
+            self.names_are_left = True
+            self._outbox.changed.notify_all()
 
     def take_deletes(self) -> list[Entry]:
         """Records to strike out of the journal, before anything newer is put in."""
@@ -82,18 +92,18 @@ class Strikes:
     @property
     def owes_purge(self) -> bool:
         """Something of a purged namespace is still to leave, in the journal or on the disk."""
-        return self._is_purging or self._is_erasing or bool(self._erasures)
+        return self._is_purging or self._is_erasing or self.names_are_left or bool(self._erasures)
 
     @property
     def is_settled(self) -> bool:
         """Nothing is to be struck out or erased, nor under way."""
-        return not (self._deletes or self._erasures or self._is_striking or self._is_erasing)
+        return not (self.has_deletes or self._is_erasing)
 
     @property
     def has_deletes(self) -> bool:
-        """Something waits to be struck out, or erased."""
+        """Something waits to be struck out, erased, or not named any more."""
         # Between two steps of the writer, strikes under way are such that failed with a rewrite.
-        return bool(self._deletes or self._erasures or self._is_striking)
+        return bool(self._deletes or self._erasures or self._is_striking or self.names_are_left)
 
     def take_erasures(self) -> list[int]:
         """Numbers of segments that hold pages of a purged namespace: what else is in them is to move, and they are to go."""
@@ -107,9 +117,12 @@ class Strikes:
         with self._outbox:
             self._erasures.update(numbers)
 
-    def erasure_entries(self) -> list[Entry]:
-        """What a fresh journal must say of segments that are still to be erased. The lock is held by the caller."""
-        return erase_entries(sorted(self._erasures))
+    def erasure_entries(self, leaving: Iterable[int]) -> list[Entry]:
+        """What a fresh journal must say of segments that are to be erased, `leaving` among them.
+
+        The lock is held by the caller.
+        """
+        return erase_entries(sorted(self._erasures.union(leaving)))
 
     def erasures_are_done(self) -> None:
         """What `take_erasures` took is gone."""
@@ -117,8 +130,8 @@ class Strikes:
             self._is_erasing = False
             self._outbox.changed.notify_all()
 
-    def return_erasures(self, segments: Sequence[Segment]) -> None:
-        """They could not be erased; try again later."""
+    def return_erasures(self, numbers: Iterable[int]) -> None:
+        """They could not all be erased; try again later."""
         with self._outbox:
-            self._erasures.update(segment.number for segment in segments)
+            self._erasures.update(numbers)
             self._is_erasing = False

@@ -15,7 +15,7 @@ from workmem.store.frames import Frame
 from workmem.store.residents import Residents
 from workmem.store.ssd_index import SsdIndex
 from workmem.store.tiers.entries import put_entry
-from workmem.store.tiers.journal_records import Entry
+from workmem.store.tiers.journal_records import PutEntry
 from workmem.store.tiers.page_header import identity_of
 from workmem.store.tiers.segments import Extent
 
@@ -113,12 +113,12 @@ class WriteQueue:
             # Of stale ones alone nobody has heard yet, and a flush waits for them too.
             self._state.outbox.changed.notify_all()
 
-    def put_entries(self, jobs: Sequence[WriteJob], extents: Sequence[Extent]) -> list[Entry]:
+    def put_entries(self, jobs: Sequence[WriteJob], extents: Sequence[Extent]) -> list[PutEntry]:
         """The journal's word for pages that are written but not yet visible; their frames are pinned.
 
         The header is asked, not the row, which may have been given out anew meanwhile.
         """
-        entries: list[Entry] = []
+        entries: list[PutEntry] = []
         for job, extent in zip(jobs, extents, strict=True):
             entries.append(put_entry(job.space, *self._identity(job), extent))
         return entries

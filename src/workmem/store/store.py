@@ -204,9 +204,10 @@ class Store:
         """Take out every namespace that `chosen` accepts: a tenant, a model, an epoch.
 
         From the first moment none of its blocks is a hit (R9). On return the frames that nobody holds are zeroed,
-        the others when they are given back; the bytes on ssd are gone once `flush` has returned True. What had
-        left a tier before, to make room, lies in free frames until they are used and in segments until they
-        are compacted (`workmem store gc` does it at once). A namespace may be used again at once, empty.
+        the others when they are given back; the bytes on ssd, and the names in the journal, are gone once `flush`
+        has returned True. What had left a tier before, to make room, lies in free frames until they are used and
+        in segments until they are compacted (`workmem store gc` does it at once), without a name. A namespace may
+        be used again at once, empty.
         """
         spaces = self._pool.purge(chosen)
         gone = Purged.of(spaces)

@@ -57,11 +57,14 @@ def erase_entries(segments: Sequence[int]) -> list[Entry]:
 
 
 def snapshot(catalog: Catalog, spaces: Sequence[Space]) -> list[Record]:
-    """Everything a fresh journal must say. The lock is held by the caller."""
-    entries: list[Record] = [namespace_entry(space) for space in spaces]
-    for space in spaces:
-        puts = _puts_of(catalog, space)
-        entries += [puts[at : at + REWRITE_RECORDS] for at in range(0, len(puts), REWRITE_RECORDS)]
+    """Everything a fresh journal must say, and no name of a namespace without pages (R9).
+
+    The lock is held by the caller.
+    """
+    puts = {space: found for space in spaces if len(found := _puts_of(catalog, space))}
+    entries: list[Record] = [namespace_entry(space) for space in puts]
+    for mine in puts.values():
+        entries += [mine[at : at + REWRITE_RECORDS] for at in range(0, len(mine), REWRITE_RECORDS)]
     return entries
 
 

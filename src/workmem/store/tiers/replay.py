@@ -54,6 +54,8 @@ class Replay:
         """Segments that hold pages of a purged namespace, if they are there: they were to be erased."""
         self.last_segment = 0
         """Highest number that a put names, of a segment that is there or was."""
+        self.last_number = 0
+        """Highest number of a namespace, whatever is said of it."""
 
     @property
     def spaces(self) -> list[Space]:
@@ -62,8 +64,9 @@ class Replay:
 
     @property
     def is_clean(self) -> bool:
-        """Nothing was said in vain."""
-        return not self.dropped and len(self.spaces) == len(self._spaces)
+        """Nothing was said in vain: no page is lost, no namespace was purged or has no page."""
+        spaces = self._spaces.values()
+        return not (self.dropped or self._purged) and all(space and space.rows for space in spaces)
 
     def take(self, records: Sequence[Record]) -> None:
         """Read them all, in order: the last word on a key holds."""
@@ -73,6 +76,7 @@ class Replay:
             elif isinstance(record, DeleteEntry):
                 self._delete(record)
             elif isinstance(record, NamespaceEntry):
+                self.last_number = max(self.last_number, record.number)
                 self._spaces[record.number] = self._space_of(record)
             elif isinstance(record, DropEntry):
                 self._drop(record.number)
@@ -108,6 +112,7 @@ class Replay:
         given = puts["number"]
         # Mostly there is but one: that costs no sorting.
         numbers = [int(given[0])] if (given == given[0]).all() else np.unique(given).tolist()
+        self.last_number = max(self.last_number, *numbers)
         self.last_segment = max(self.last_segment, int(puts["segment"].max()))
         for number in numbers:
             space = self._spaces.get(number)
@@ -146,6 +151,7 @@ class Replay:
 
     def _drop(self, number: int) -> None:
         self._purged.add(number)
+        self.last_number = max(self.last_number, number)
         space = self._spaces.pop(number, None)
         if space is not None:
             segment = self._catalog.segment

@@ -24,11 +24,11 @@ from workmem.store.tiers.segment_files import SegmentFiles
 from workmem.store.tiers.segments import SEGMENT_HEADER_BYTES, Extent, Segment
 
 if TYPE_CHECKING:
-    from workmem.store.tiers.journal_records import Record
+    from workmem.store.tiers.journal_records import PutEntry
 
 
 class Room:
-    """Owned by the writer thread. `append` journals records and the strikes that are due."""
+    """Owned by the writer thread. `append` journals places and the strikes that are due."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Room:
         sink: EventSink,
         capacity_bytes: int,
         keep_free: KeepFree,
-        append: Callable[[Sequence[Record]], None],
+        append: Callable[[Sequence[PutEntry]], None],
     ) -> None:
         self._folder = folder
         self._pool = pool

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import mmap
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from workmem.core.errors import IntegrityError
 from workmem.core.events import BoundReached, EventSink
@@ -48,6 +49,8 @@ class SegmentFiles:
         """Where the next page goes."""
         self.left_out = 0
         """Files that `open` could not use."""
+        self._left: list[Path] = []
+        """Files that are to go and are still there."""
         self._next_number = 1
         self._direct = True
 
@@ -170,11 +173,22 @@ class SegmentFiles:
     def remove(self, segment: Segment) -> None:
         """Take a segment out of the index and the folder."""
         self._index.drop_segment(segment)
+        self._left.append(segment.path)
         try:
-            self._device.unlink(segment.path)
+            self._remove_left()
         except OSError as error:
-            # Nothing refers to it any more; the next start removes it.
+            # Nothing refers to it any more: the next removal is early enough, or the next start.
             log.warning("segment %d could not be removed: %s", segment.number, error)
+
+    def sync_removals(self) -> None:
+        """Return once all that was removed is off the disk for good. Raises OSError."""
+        self._remove_left()
+        self._device.sync_folder(self._folder.segments)
+
+    def _remove_left(self) -> None:
+        while self._left:
+            self._device.unlink(self._left[-1])
+            self._left.pop()
 
 
 def _groups(pages: Sequence[ReadyPage], bytes_max: int) -> Iterator[list[ReadyPage]]:

@@ -25,7 +25,7 @@ from workmem.store.tiers.entries import namespace_entry
 from workmem.store.tiers.folder import StoreFolder
 from workmem.store.tiers.free_space import KeepFree
 from workmem.store.tiers.journal import Journal
-from workmem.store.tiers.journal_records import NamespaceEntry
+from workmem.store.tiers.journal_records import DropEntry, NamespaceEntry, PutEntry
 from workmem.store.tiers.page_forms import PageForms
 from workmem.store.tiers.replay import Replay
 from workmem.store.tiers.room import Room
@@ -143,9 +143,11 @@ class SsdTier:
             self._announced.add(space.number)
             self.index.restore(space, replay.rows(space), replay.parents(space))
         self._files.number_from(replay.last_segment + 1)
+        self._pool.number_from(replay.last_number + 1)
         self.index.strikes.erase(replay.erasures & self.index.segments.keys())
         if not replay.is_clean:
             self._pool.count("journal_records_dropped", replay.dropped)
+            self.index.strikes.leave_names()
             self._try_rewrite()
 
     def _try_rewrite(self) -> None:
@@ -158,11 +160,12 @@ class SsdTier:
 
     def _announce_all(self) -> None:
         records = self.index.snapshot()
+        # As written, and known before the first page that is added: one without a page the journal does not know.
+        announced = {entry.number for entry in records if isinstance(entry, NamespaceEntry)}
         self._journal.rewrite(records)
+        self._announced = announced
         self._folder.note_current_key()
         self.index.strikes.strikes_are_durable()
-        # As written: one that was opened meanwhile, for a caller or by a purge, the journal does not know yet.
-        self._announced = {entry.number for entry in records if isinstance(entry, NamespaceEntry)}
 
     # -- writing
 
@@ -186,6 +189,8 @@ class SsdTier:
         if self.index.strikes.has_deletes:
             self._append([])
         self._erase()
+        if self.index.strikes.names_are_left and self.index.strikes.may_erase:
+            self._announce_all()
         for segment in list(self.index.segments.values()):
             if segment.is_sealed and not segment.page_count:
                 self._files.remove(segment)
@@ -203,11 +208,13 @@ class SsdTier:
                 elif not self._room.compact(left[-1], lambda: strikes.may_erase):
                     break
                 left.pop()
+            if numbers:
+                self._files.sync_removals()
         except BaseException:
-            strikes.return_erasures(left)
+            strikes.return_erasures(numbers)
             raise
         if left:
-            strikes.return_erasures(left)
+            strikes.return_erasures(numbers)
         else:
             strikes.erasures_are_done()
 
@@ -250,24 +257,35 @@ class SsdTier:
         self._folder.close()
         return True
 
-    def _append(self, entries: Sequence[Record]) -> None:
-        deletes = self.index.strikes.take_deletes()
-        news: list[NamespaceEntry] = [
-            namespace_entry(space)
-            for space in list(self._pool.state.spaces.values())
-            if space.number not in self._announced
-        ]
-        batch: list[Record] = [*deletes, *news, *entries]
-        if not batch:
+    def _append(self, puts: Sequence[PutEntry]) -> None:
+        strikes = self.index.strikes
+        deletes = strikes.take_deletes()
+        if not deletes and not puts:
             return
         try:
-            self._journal.append(batch)
+            # After the deletes were taken: a namespace that they drop is not named again.
+            news = self._news(puts)
+            self._journal.append([*deletes, *news, *puts])
         except BaseException:
             # Whatever it was: a strike, or a purge, that is forgotten brings pages back at the next start.
-            self.index.strikes.return_deletes(deletes)
+            strikes.return_deletes(deletes)
             raise
-        self.index.strikes.strikes_are_durable()
+        if any(isinstance(entry, DropEntry) and entry.number in self._announced for entry in deletes):
+            strikes.leave_names()
+        strikes.strikes_are_durable()
         self._announced.update(entry.number for entry in news)
+
+    def _news(self, puts: Sequence[PutEntry]) -> list[NamespaceEntry | DropEntry]:
+        """What the journal must know before it hears of pages: a namespace is named with its first."""
+        numbers = {put.number for put in puts} - self._announced
+        if not numbers:
+            return []
+        spaces = {space.number: space for space in list(self._pool.state.spaces.values())}
+        # One that is not there was purged while its pages were under way: the next start is to erase them.
+        return [
+            namespace_entry(spaces[number]) if number in spaces else DropEntry(number)
+            for number in sorted(numbers)
+        ]
 
 
 def _give_back_memory() -> None:

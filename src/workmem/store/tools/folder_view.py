@@ -79,7 +79,7 @@ class FolderView(msgspec.Struct, frozen=True, eq=False):
     @property
     def live_record_count(self) -> int:
         """Records that a rewritten journal would have."""
-        return self.page_count + len(self.spaces)
+        return self.page_count + sum(bool(space.pages) for space in self.spaces)
 
     @property
     def segments_folder(self) -> Path:

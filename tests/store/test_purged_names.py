@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import secrets
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -258,10 +259,10 @@ def test_a_kill_behind_a_page_that_was_purged_on_its_way_to_disk_leaves_nothing_
     kit, monkeypatch, tmp_path
 ):
     store = kit.open(io="buffered")
-    tier, write = store._tier, store._tier.write
+    tier, write, is_saved = store._tier, store._tier.write, threading.Event()
 
     def purged_before(jobs):
-        assert store._saver.drain(20)
+        assert is_saved.wait(20)
         jobs += tier.writes.take_writes(2**30)
         store.purge(is_mine)
         # What is written now is of a namespace that a fresh journal does not know.
@@ -272,7 +273,11 @@ def test_a_kill_behind_a_page_that_was_purged_on_its_way_to_disk_leaves_nothing_
         return extents
 
     monkeypatch.setattr(tier, "write", purged_before)
-    save_in_turns(store)
+    for chain in (MINE, OTHER):
+        store.register(chain.space)
+        store.put(chain.root, [(chain.block(i), page_bytes(key, SMALL)) for i, key in enumerate(chain.keys)])
+    is_saved.set()
+    assert store.flush(20)
     assert not is_named(kit.folder)
     assert page_bytes(MINE.keys[0], SMALL)[:64] in raw(tmp_path / "left")
     left_after_a_kill(kit, tmp_path / "left")

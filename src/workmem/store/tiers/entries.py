@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from workmem.store.tiers.journal_records import Record
 
 
-_NOBODY = 0
+NOBODY = 0
 """Number that no namespace has. It is dropped and then put under: its pages are to leave the disk."""
 
 
@@ -51,8 +51,8 @@ def erase_entries(segments: Sequence[int]) -> list[Entry]:
         return []
     place, none = SEGMENT_HEADER_BYTES, bytes(32)
     return [
-        DropEntry(_NOBODY),
-        *(PutEntry(_NOBODY, none, none, 0, number, place, ALIGNMENT_BYTES, 0) for number in segments),
+        DropEntry(NOBODY),
+        *(PutEntry(NOBODY, none, none, 0, number, place, ALIGNMENT_BYTES, 0) for number in segments),
     ]
 
 

@@ -18,6 +18,7 @@ from workmem.core.layout import Namespace
 from workmem.core.outcomes import MissReason
 from workmem.store.arena import ALIGNMENT_BYTES
 from workmem.store.catalog import NO_SEGMENT, UNKNOWN_PARENT, Catalog, Space
+from workmem.store.tiers.entries import NOBODY
 from workmem.store.tiers.journal_records import DeleteEntry, DropEntry, NamespaceEntry
 from workmem.store.tiers.segments import SEGMENT_HEADER_BYTES
 
@@ -66,7 +67,7 @@ class Replay:
     def is_clean(self) -> bool:
         """Nothing was said in vain: no page is lost, no namespace was purged or has no page."""
         spaces = self._spaces.values()
-        return not (self.dropped or self._purged) and all(space and space.rows for space in spaces)
+        return not (self.dropped or self._purged - {NOBODY}) and all(space and space.rows for space in spaces)
 
     def take(self, records: Sequence[Record]) -> None:
         """Read them all, in order: the last word on a key holds."""

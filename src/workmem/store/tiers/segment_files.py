@@ -85,6 +85,11 @@ class SegmentFiles:
             segment.is_sealed = True
             self._index.segments[number] = segment
 
+    @property
+    def last_number(self) -> int:
+        """The highest that a segment has had."""
+        return self._next_number - 1
+
     def number_from(self, number: int) -> None:
         """The journal knows segments below `number` that are gone: what it says of them must meet no new one."""
         self._next_number = max(self._next_number, number)

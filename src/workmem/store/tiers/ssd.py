@@ -21,7 +21,7 @@ from workmem.store.device import BlockDevice
 from workmem.store.pool import Pool
 from workmem.store.ssd_index import SsdIndex
 from workmem.store.ssd_writes import WriteJob, WriteQueue
-from workmem.store.tiers.entries import namespace_entry
+from workmem.store.tiers.entries import erase_entries, namespace_entry
 from workmem.store.tiers.folder import StoreFolder
 from workmem.store.tiers.free_space import KeepFree
 from workmem.store.tiers.journal import Journal
@@ -160,6 +160,9 @@ class SsdTier:
 
     def _announce_all(self) -> None:
         records = self.index.snapshot()
+        if self._files.last_number and self._files.last_number not in self.index.segments:
+            # Neither a page nor a file tells the next start of it, and no number is used twice.
+            records += erase_entries([self._files.last_number])
         # As written, and known before the first page that is added: one without a page the journal does not know.
         announced = {entry.number for entry in records if isinstance(entry, NamespaceEntry)}
         self._journal.rewrite(records)

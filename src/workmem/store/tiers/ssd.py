@@ -273,7 +273,7 @@ class SsdTier:
             # Whatever it was: a strike, or a purge, that is forgotten brings pages back at the next start.
             strikes.return_deletes(deletes)
             raise
-        if any(isinstance(entry, DropEntry) and entry.number in self._announced for entry in deletes):
+        if any(isinstance(entry, DropEntry) for entry in (*deletes, *news)):
             strikes.leave_names()
         strikes.strikes_are_durable()
         self._announced.update(entry.number for entry in news)

@@ -185,7 +185,7 @@ def test_failing_the_nth_io_of_a_purge_delays_it_and_no_more(kit):
         again = kit.open(path=path)
         again.register(OTHER.space)
         # A page that could not be read for its new place is lost, as any is that the disk does not give back.
-        assert read_all(again, OTHER.root, OTHER.keys) >= 0
+        read_all(again, OTHER.root, OTHER.keys)
         again.close()
         assert number < 60
     assert number > 8

@@ -35,7 +35,7 @@ from systems import System, Worker, WorkerFailed
 
 OURS = "workmem bf16"
 DECODE_TOKENS = 32
-PIECE_TOKENS = 512
+PIECE_TOKENS = 224
 """Prefill pieces of chunking schedulers: prompts finish one after the other, so decode runs are longer."""
 WARM_UP_TOKENS = 256
 START_S = 420.0

@@ -90,6 +90,8 @@ def _describe(info: msgspec.inspect.Type) -> str:
         case msgspec.inspect.VarTupleType():
             return f"list of {_describe(info.item_type)}"
         case msgspec.inspect.DictType():
-            return "table of tables"
+            return f"table of {_describe(info.value_type)}"
+        case msgspec.inspect.StructType():
+            return "tables"
         case _:
             return type(info).__name__.removesuffix("Type").lower()

@@ -69,10 +69,11 @@ class BoundReached(Event, frozen=True, kw_only=True):
 
 
 class TierStateChanged(Event, frozen=True, kw_only=True):
-    """A tier tripped to ERROR or came back."""
+    """A tier tripped, could not be opened, or came back."""
 
     tier: TierName
     state: str
+    """"error" or "ok"."""
     reason: str
 
 

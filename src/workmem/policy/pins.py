@@ -44,10 +44,10 @@ class _Owner(Generic[Block]):
 
 
 class PinTable(Generic[Block]):
-    """All pins of a tier. `budget_bytes` bounds what each owner's pins may name together.
+    """All pins of a store. `budget_bytes` bounds what each owner's pins may name together.
 
     A pin never fails: past the budget the owner's oldest pins are demoted, and one that is larger than the
-    budget alone is demoted itself, at once (P2). Not thread-safe: call it under the tier's lock.
+    budget alone is demoted itself, at once (P2). Not thread-safe: call it under the pool's lock.
     """
 
     def __init__(self, budget_bytes: int) -> None:

@@ -20,7 +20,7 @@ NO_QUOTA = Quota()
 class QuotaLedger:
     """Bytes by group, and from which group room comes: one pass over the groups that hold some.
 
-    Not thread-safe: call it under the tier's lock. Where no group has a quota, age alone should decide.
+    Not thread-safe: call it under the pool's lock. Where no group has a quota, age alone should decide.
     """
 
     def __init__(self, capacity_bytes: int) -> None:

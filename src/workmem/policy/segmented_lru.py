@@ -1,4 +1,4 @@
-"""Never-reused blocks leave first, then reused ones, each by age. The default order of a tier."""
+"""Never-reused blocks leave first, then reused ones, each by age. Holds out against scans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is worth least leaves first: value = P(reuse) x cost to recompute / bytes. Rules E11-E16: docs/internals/eviction.md.
+"""What is worth least leaves first: value = P(reuse) x cost to recompute / bytes. Rules E11-E17: docs/internals/eviction.md.
 
 A block lives for a time that is proportional to its value, measured in turnovers of the tier (greedy-dual).
 Values are whole steps on a wheel of rings: a pick takes the oldest leaf of the ring under the hand, and the

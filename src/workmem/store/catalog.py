@@ -1,6 +1,6 @@
 """The index: every block that a tier holds is a row, and what is known of it lies in columns.
 
-A row costs some 250 bytes, key, links of the eviction orders and index entry included: millions of
+A row costs some 240 bytes, key, links of the eviction orders and index entry included: millions of
 blocks on disk must not fill the memory that is there to hold pages. Rows are given out again after a
 block has left; a `stamp` tells its uses apart.
 

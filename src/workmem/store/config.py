@@ -30,7 +30,7 @@ class SsdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     path: str = ""
     """Folder, owned by one process at a time; empty takes `store` in the cache folder (`$XDG_CACHE_HOME/workmem`, by default `~/.cache/workmem`)."""
     bytes: str | int = "8GiB"
-    """Most bytes of segment files; the journal comes on top (about 120 bytes a page)."""
+    """Most bytes of segment files; the journal comes on top (about 100 bytes a page)."""
     eviction: EvictionName = "value"
     """Which page leaves first, as in `[store.dram]`."""
     keep_free: str | int = "5%"

@@ -1,7 +1,9 @@
-"""What an engine asks of the store. Implemented by `store.store.Store`.
+"""What an engine asks of the store. Implemented by `store.store.Store` and, over the store that a host's processes
+share, by `store.host.client.HostStore`.
 
-Threads: every method may be called from any thread and none but `purge`, `flush` and `close` blocks on I/O; work
-goes on behind and reports through callbacks, which run on a store thread and must be short.
+Threads: every method may be called from any thread and none but `purge`, `flush` and `close` waits for a disk (over the
+host's store lookups and leases take a round trip to its server); work goes on behind and reports through callbacks,
+which run on a store thread and must be short.
 
 Ownership (rule R3): a page is read only through a `Lease`, which holds it in dram until `release`,
 called exactly once. What a caller writes goes through `save`, which copies and then lets go.

@@ -79,7 +79,7 @@ def test_every_operation_counts_blocks_and_baselines(op: str, clients: int):
     assert found["baselines"].keys() == {"memcpy", "memcpy_xxh3"}
     assert {len(rates) for rates in (found["rates"], *found["baselines"].values())} == {2}
     assert 0 < found["p50_us"] <= found["p99_us"]
-    assert found["cpu_s_per_gb"] >= 0
+    assert 0 < found["cpu_s_per_gb"] < 1000
 
 
 def test_no_two_writers_store_the_same_block():

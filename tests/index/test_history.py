@@ -257,7 +257,7 @@ def test_nearest_prompt_and_difference_agree_with_brute_force(prompts, prompts_m
             assert difference.here == tuple(tokens[shared : shared + 8])
             assert difference.before == tuple(other[shared : shared + 8])
     assert history.latest(len(held) + 1) == [name for name, _, _ in reversed(held)]
-    assert history.held_tokens == sum(len(tokens) for _, _, tokens in held)
+    assert history._held_tokens == sum(len(tokens) for _, _, tokens in held)
 
 
 runs = st.lists(

@@ -62,10 +62,10 @@ def test_block_in_two_pins_counts_once_and_stays_until_both_end():
     pins: PinTable[str] = PinTable(10)
     pins.pin("acme", "one", {"a": 8}, now_s=0, ttl_s=60)
     assert pins.pin("acme", "two", {"a": 8, "b": 2}, now_s=0, ttl_s=60).demoted == ()
-    assert pins.bytes_of("acme") == 10
+    assert pins.owners() == [("acme", 2, 10)]
     assert pins.unpin("acme", "one").unpinned == ()
     assert pins.unpin("acme", "two").unpinned == ("a", "b")
-    assert pins.bytes_of("acme") == 0
+    assert pins.owners() == []
 
 
 def test_ending_a_pin_that_is_not_there_changes_nothing():
@@ -97,7 +97,7 @@ def test_changes_add_up_to_what_is_pinned(steps):
         assert set(change.unpinned) <= pinned
         pinned = (pinned | set(change.pinned)) - set(change.unpinned)
         assert pinned == {block for block in range(6) if pins.is_pinned(block)}
-        assert max(pins.bytes_of("x"), pins.bytes_of("y")) <= 12
+        assert all(named <= 12 for _, _, named in pins.owners())
     pins.expire(1000)
     assert len(pins) == 0
 

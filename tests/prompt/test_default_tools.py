@@ -8,7 +8,7 @@ from workmem.prompt.decode import convert
 from workmem.prompt.default_tools import as_plain_chat, developer_as_system, render_tools_as_system
 from workmem.prompt.forced_calls import forced_schema
 from workmem.prompt.openai import ChatRequest
-from workmem.prompt.tool_calls import ParsedCall, parse_tool_calls
+from workmem.prompt.tool_calls import ParsedCall, ToolCallParser
 
 TOOL = {
     "type": "function",
@@ -44,7 +44,8 @@ def test_without_tools_a_plain_chat_is_left_alone():
 def test_a_call_is_written_as_the_parser_reads_it():
     chat = as_plain_chat([{"role": "assistant", "content": "Adding.", "tool_calls": [CALL, CALL]}])
     call = ParsedCall("add", '{"ä": 1}')
-    assert parse_tool_calls(chat.messages[0]["content"], ["add"]) == ("Adding.", [call, call])
+    parser = ToolCallParser(["add"])
+    assert [*parser.feed(chat.messages[0]["content"]), *parser.finish()] == ["Adding.", call, call]
 
 
 @pytest.mark.parametrize("arguments", ["{broken", "", None, {"a": 1}])

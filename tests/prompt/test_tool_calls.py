@@ -4,11 +4,19 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from workmem.prompt.tool_calls import ParsedCall, ToolCallParser, parse_tool_calls
+from workmem.prompt.tool_calls import ParsedCall, ToolCallParser
 
 NAMES = ("get_weather", "search")
 PARIS = ParsedCall("get_weather", '{"city": "Paris"}')
 ROME = ParsedCall("get_weather", '{"city": "Rome"}')
+
+
+def parse_tool_calls(text: str, names) -> tuple[str, list[ParsedCall]]:
+    """The text outside of calls, and the calls, of a whole answer."""
+    parser = ToolCallParser(names)
+    pieces = [*parser.feed(text), *parser.finish()]
+    content = "".join(piece for piece in pieces if isinstance(piece, str))
+    return content, [piece for piece in pieces if isinstance(piece, ParsedCall)]
 
 
 @pytest.mark.parametrize(

@@ -71,11 +71,6 @@ class PromptHistory:
     def __len__(self) -> int:
         return len(self._held)
 
-    @property
-    def held_tokens(self) -> int:
-        """Tokens of all prompts held."""
-        return self._held_tokens
-
     def add(
         self, request_id: str, space: str, token_ids: Sequence[int], spans: tuple[Span, ...], created: float
     ) -> None:

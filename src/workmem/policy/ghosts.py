@@ -113,12 +113,6 @@ class Ghosts(Rings):
         if row is not None:
             self._drop(row)
 
-    def asked(self, key: bytes) -> float:
-        """`find` and `count` at once: in how big a tier, in capacities, the block would have been; or infinity."""
-        ghost = self.find(key)
-        self.count(key, ghost)
-        return ghost.size if ghost is not None else float("inf")
-
     def hits(self) -> dict[float, int]:
         """By size of the imagined tier: of the `misses`, how many blocks it would have had."""
         return {size: sum(self._hits[: index + 1]) for index, size in enumerate(self._sizes)}

@@ -60,10 +60,6 @@ class GroupedOrder:
         """See `EvictionOrder.pinned`."""
         return sum(group.order.pinned for group in self._groups)
 
-    def blocks_of(self, group: str) -> int:
-        """How many blocks a group has here."""
-        return len(self._groups[self._index[group]].order) if group in self._index else 0
-
     def insert(self, row: int, parent: int, size: int, *, is_back: bool = False, group: str = "") -> None:
         """See `EvictionOrder.insert`."""
         own_parent = self._enter(row, parent, group)

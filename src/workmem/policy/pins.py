@@ -106,10 +106,6 @@ class PinTable(Generic[Block]):
         """Whether any pin names the block, resident or not."""
         return block in self._uses
 
-    def bytes_of(self, owner: str) -> int:
-        """Bytes that an owner's pins name."""
-        return self._owners[owner].bytes if owner in self._owners else 0
-
     def owners(self) -> list[tuple[str, int, int]]:
         """Name, pins and bytes named of each owner, whoever names most first. May be asked without the lock."""
         found = [(name, len(mine.pins), mine.bytes) for name, mine in list(self._owners.items())]

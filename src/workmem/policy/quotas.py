@@ -86,17 +86,11 @@ class QuotaLedger:
         ceiling = self.quota(group).ceiling_bytes
         return ceiling is not None and self.used(group) + size > ceiling
 
-    def room_from(self, group: str, size: int) -> str | None:
-        """From which group room for `size` more bytes of `group` comes next; None: from nobody.
-
-        Asked again after each eviction. Rules Q1-Q4: docs/internals/eviction.md.
-        """
-        return next(iter(self.sources(group, size)), None)
-
     def sources(self, group: str | None, size: int) -> list[str]:
-        """All groups that may give room, the first to be asked first: one whose blocks are all held has none.
+        """All groups that may give room for `size` more bytes of `group`, the first to be asked first.
 
-        Without a group the room is for whoever comes.
+        Asked again after each eviction; a group whose blocks are all held gives none. Without a group the room is for
+        whoever comes. Rules Q1-Q4: docs/internals/eviction.md.
         """
         mine = self.used(group) if group is not None else 0
         if group is not None and self.is_over(group, size):

@@ -298,11 +298,3 @@ class ToolCallParser:
         self._mode, self._mark = "text", ""
         if mark:
             yield from self._give_up(len(mark))
-
-
-def parse_tool_calls(text: str, tool_names: Collection[str]) -> tuple[str, list[ParsedCall]]:
-    """The text outside of calls, and the calls, of a whole answer."""
-    parser = ToolCallParser(tool_names)
-    pieces = [*parser.feed(text), *parser.finish()]
-    content = "".join(piece for piece in pieces if isinstance(piece, str))
-    return content, [piece for piece in pieces if isinstance(piece, ParsedCall)]

@@ -1,5 +1,6 @@
-"""What an engine asks of the store. Implemented by `store.store.Store` and, over the store that a host's processes
-share, by `store.host.client.HostStore`.
+"""What an engine asks of the store.
+
+Implemented by `store.store.Store` and, over the store that a host's processes share, by `store.host.client.HostStore`.
 
 Threads: every method may be called from any thread and none but `purge`, `flush` and `close` waits for a disk (over the
 host's store lookups and leases take a round trip to its server); work goes on behind and reports through callbacks,

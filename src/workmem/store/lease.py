@@ -107,10 +107,6 @@ class PageLease:
         with self._header(index) as header:
             return self._sums.unpack_from(header, self._sums_at)
 
-    def generation(self, index: int) -> int:
-        """Generation of the frame under page `index`: it grows when the frame gets another page (R3)."""
-        return self._frame(index).generation
-
     def tokens(self, index: int) -> tuple[int, ...]:
         """Token ids of block `index` as its header states them."""
         with self._header(index) as header:

@@ -28,12 +28,9 @@ from workmem.testing.tier_bench import WAIT_S, Bench, outcomes_of, page_of, requ
 class TierSuite(ABC):
     """The contract of `workmem.store.tiers.contract.Tier`. Blocks are 4 KiB and 192 KiB."""
 
-    pages_min = 12
-    """Pages of 192 KiB that the tier of `make` has room for at the least."""
-
     @abstractmethod
     def make(self) -> Tier:
-        """A tier without pages, not open."""
+        """A tier without pages, not open, with room for twelve of 192 KiB at the least."""
 
     def again(self, tier: Tier) -> Tier | None:
         """The closed `tier` as the next process would have it; None where pages do not outlive it."""

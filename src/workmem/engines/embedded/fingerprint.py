@@ -1,7 +1,6 @@
 """What identifies the weights: a digest that two folders share only if they compute the same KV.
 
-Token ids are the key of a block, so the tokenizer and the chat template are no part of the
-fingerprint; their own digest is reported beside it.
+Token ids are the key of a block, so the tokenizer and the chat template are no part of it.
 """
 
 from __future__ import annotations
@@ -51,24 +50,6 @@ _INERT_FIELDS = frozenset(
         "use_cache",
     }
 )
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-)
-
-
-class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """Digests as hex. `weights` goes into the namespace of every block."""
-
-    weights: str
-    tokenizer: str
-    """Over the tokenizer's files and the chat template; for reports only."""
 
 
 class _Known(msgspec.Struct, frozen=True):
@@ -81,8 +62,8 @@ def weight_files(model: Path) -> list[Path]:
     return sorted(model.glob("*.safetensors")) if model.is_dir() else [model]
 
 
-def identify(model: Path, *, cache_folder: Path | None = None) -> Identity:
-    """Digest the weights of `model` (a folder, or a GGUF file).
+def identify(model: Path, *, cache_folder: Path | None = None) -> str:
+    """Digest of the weights of `model` (a folder, or a GGUF file), as hex: part of the namespace of every block.
 
     With a `cache_folder` the second call reads only samples: the digest of a file is remembered under its
     device, inode, size, mtime and ctime (which no program can set back), and confirmed by hashing the
@@ -100,23 +81,13 @@ def identify(model: Path, *, cache_folder: Path | None = None) -> Identity:
     for file, (_, entry) in zip(files, results, strict=True):
         name = file.name if model.is_dir() else ""
         weights.update(f"{name}\0{entry.digest}\0".encode())
-    return Identity(weights=weights.hexdigest(), tokenizer=_tokenizer_digest(model))
+    return weights.hexdigest()
 
 
 def _arithmetic_fields(config: Path) -> bytes:
     fields: dict[str, Any] = json.loads(config.read_bytes())
     kept = {name: value for name, value in fields.items() if name not in _INERT_FIELDS}
     return json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()
-
-
-def _tokenizer_digest(model: Path) -> str:
-    digest = hashlib.sha256()
-    folder = model if model.is_dir() else model.parent
-    for name in _TOKENIZER_FILES:
-        file = folder / name
-        if file.is_file():
-            digest.update(f"{name}\0{hashlib.sha256(file.read_bytes()).hexdigest()}\0".encode())
-    return digest.hexdigest()
 
 
 def _file_digest(file: Path, known: dict[str, _Known]) -> tuple[str, _Known]:

@@ -47,7 +47,6 @@ class LoadedModel:
     layout: KVLayout
     fingerprint: str
     """Digest of the weights, see `fingerprint.identify`."""
-    tokenizer_digest: str
     max_context: int
     """Tokens of prompt and output together."""
     vocabulary: int
@@ -79,7 +78,7 @@ def load(
     max_context = _check(folder, config, notes)
     place = _device(device)
     try:
-        identity = fingerprint.identify(folder, cache_folder=cache_folder)
+        weights = fingerprint.identify(folder, cache_folder=cache_folder)
     except OSError as error:
         raise _broken(folder, error) from error
     model = _weights(folder, source, config, dtype, attn_implementation)
@@ -95,8 +94,7 @@ def load(
         model=model,
         config=config,
         layout=kv_layout(config, dtype),
-        fingerprint=identity.weights,
-        tokenizer_digest=identity.tokenizer,
+        fingerprint=weights,
         max_context=max_context,
         vocabulary=int(config.vocab_size),
         device=place,

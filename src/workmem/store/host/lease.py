@@ -126,14 +126,6 @@ class HostLease:
         self._held(index)
         return stated
 
-    def is_current(self, index: int) -> bool:
-        """Whether page `index` is held and its frame has not been given to another: for after a read in place."""
-        try:
-            self._held(index)
-        except LeaseError:
-            return False
-        return True
-
     def quarantine(self, index: int) -> None:
         """See `Lease.quarantine`. Counts only while the page is held: a stale copy proves nothing."""
         link, _ = self._held(index)

@@ -88,7 +88,6 @@ class ErrorCode(IntEnum):
     BOUND = 3
     CAPACITY = 4
     UNREGISTERED = 5
-    MALFORMED = 6
     UNAVAILABLE = 7
     CLIENT = 8
     """What was asked cannot be done, whoever asks."""

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workmem.core.keys import BlockKey
+from workmem.core.errors import InvariantError
+from workmem.core.keys import KEY_BYTES, BlockKey
 from workmem.core.layout import KVLayout, Namespace
 from workmem.core.outcomes import MissReason
 from workmem.store.arena import align
+from workmem.store.contract import BlockId
 from workmem.store.copying import PageCopy
 from workmem.store.frames import Frame
 from workmem.store.tiers.page_header import header_bytes, slice_sums
@@ -87,6 +89,15 @@ class Space:
         """Not a dict: that looks for its first entry past all that have been deleted before it."""
         self.is_purged = False
         """Its blocks are gone for good and nothing is taken in any more (R9)."""
+
+    def check(self, blocks: Iterable[BlockId]) -> None:
+        """Raises InvariantError on a block that does not fit the namespace."""
+        tokens = self.layout.block_tokens
+        for block in blocks:
+            if len(block.key) != KEY_BYTES or len(block.parent) != KEY_BYTES:
+                raise InvariantError(f"block key and parent are {KEY_BYTES} bytes each")
+            if len(block.tokens) != tokens:
+                raise InvariantError(f"a block has {tokens} tokens here, not {len(block.tokens)}")
 
     def remember(self, key: BlockKey, reason: MissReason) -> None:
         """Note why `key` is gone; the oldest note makes room."""

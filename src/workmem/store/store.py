@@ -13,14 +13,13 @@ from typing import Self
 from workmem.core.clock import Clock, SystemClock
 from workmem.core.errors import InvariantError
 from workmem.core.events import EventSink, discard
-from workmem.core.keys import KEY_BYTES, BlockKey
+from workmem.core.keys import BlockKey
 from workmem.core.layout import Namespace
 from workmem.core.outcomes import Lookup, MissReason, TierName
 from workmem.core.units import parse_bytes
 from workmem.policy.order import Prospect
 from workmem.store.arena import Arena
 from workmem.store.breaker import Breaker
-from workmem.store.catalog import Space
 from workmem.store.codecs.settings import kept_namespace, page_codec, page_keyring
 from workmem.store.config import StoreConfig
 from workmem.store.contract import BlockId, PageWrite, PinResult, SaveState
@@ -171,18 +170,9 @@ class Store:
 
     def save(self, root: bytes, pages: Sequence[PageWrite]) -> None:
         """See `KVStore.save`. Raises InvariantError on a block that does not fit the namespace."""
-        self._saver.put(self._fitting(root, [page.block for page in pages]), pages)
-
-    def _fitting(self, root: bytes, blocks: Sequence[BlockId]) -> Space:
-        """The space under `root`. Raises InvariantError on a block that does not fit it."""
         space = self._pool.space(root)
-        tokens = space.layout.block_tokens
-        for block in blocks:
-            if len(block.key) != KEY_BYTES or len(block.parent) != KEY_BYTES:
-                raise InvariantError(f"block key and parent are {KEY_BYTES} bytes each")
-            if len(block.tokens) != tokens:
-                raise InvariantError(f"a block has {tokens} tokens here, not {len(block.tokens)}")
-        return space
+        space.check(page.block for page in pages)
+        self._saver.put(space, pages)
 
     def put(self, root: bytes, pages: Sequence[tuple[BlockId, Bytes]]) -> list[SaveState]:
         """Save pages now, on the caller's thread: for one whose memory is about to change. How each ended.
@@ -194,7 +184,8 @@ class Store:
         """
         if self._closed:
             raise InvariantError("put on a closed store")
-        space = self._fitting(root, [block for block, _ in pages])
+        space = self._pool.space(root)
+        space.check(block for block, _ in pages)
         copy = space.copy
         return save_pages(
             self._pool, self._sink, space, [NewPage(block, copy.writing(source)) for block, source in pages]

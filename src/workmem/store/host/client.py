@@ -19,7 +19,7 @@ import msgspec
 
 from workmem.core.errors import CapacityError, ClientError, InvariantError, TransferError
 from workmem.core.events import EventSink, TierStateChanged, discard
-from workmem.core.keys import KEY_BYTES, BlockKey
+from workmem.core.keys import BlockKey
 from workmem.core.layout import Namespace
 from workmem.core.outcomes import Lookup, MissReason, TierName
 from workmem.store.catalog import Space
@@ -162,14 +162,7 @@ class HostStore(RemoteSteering):
     def save(self, root: bytes, pages: Sequence[PageWrite]) -> None:
         """See `KVStore.save`. Raises InvariantError on a block that does not fit the namespace."""
         space = self._space(root)
-        for page in pages:
-            block = page.block
-            if len(block.key) != KEY_BYTES or len(block.parent) != KEY_BYTES:
-                raise InvariantError(f"block key and parent are {KEY_BYTES} bytes each")
-            if len(block.tokens) != space.layout.block_tokens:
-                raise InvariantError(
-                    f"a block has {space.layout.block_tokens} tokens here, not {len(block.tokens)}"
-                )
+        space.check(page.block for page in pages)
         self._saver.put(space, pages)
 
     def say(self, kind: Kind, head: Head, keys: Sequence[BlockKey] = (), *, root: bytes = b"") -> memoryview:

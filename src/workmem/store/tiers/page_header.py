@@ -17,11 +17,10 @@ from workmem.core.errors import IntegrityError
 from workmem.core.keys import BlockKey
 from workmem.core.layout import KVLayout
 from workmem.store.arena import align
+from workmem.store.codecs.raw import RAW_ID
 
 MAGIC = b"WMPAGE\x00\x02"
 GENERATION_BYTES = 8
-RAW = 0
-"""Codec of a payload that is stored as it is."""
 _SUM = struct.Struct("<Q")
 _FIXED = struct.Struct("<8sQ32s32s32s32sQQIIIII4x")
 """magic, checksum, root, key, parent, layout digest, page bytes, stored bytes, depth, tokens, slices, header
@@ -41,7 +40,7 @@ class PageHeader(msgspec.Struct, frozen=True):
     depth: int
     tokens: tuple[int, ...]
     checksums: tuple[int, ...]
-    codec: int = RAW
+    codec: int = RAW_ID
     stored_bytes: int = 0
     """Bytes of the payload as it is stored; 0 stands for all of `page_bytes`."""
 

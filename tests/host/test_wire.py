@@ -232,19 +232,17 @@ def test_lease_requests_survive_the_wire(keys, owner, ttl):
 
 
 @given(
-    pages=st.lists(st.tuples(NUMBERS, NUMBERS, st.integers(0, 3)), max_size=50),
+    pages=st.lists(st.tuples(NUMBERS, NUMBERS), max_size=50),
     reason=REASONS,
     number=NUMBERS,
 )
 def test_lease_replies_survive_the_wire(pages, reason, number):
     offsets, generations = array("Q", [p[0] for p in pages]), array("Q", [p[1] for p in pages])
-    tiers = bytes(p[2] for p in pages)
     leased = messages.unpack_leased(
-        memoryview(messages.pack_leased(number, 3.5, len(pages), reason, offsets, generations, tiers))
+        memoryview(messages.pack_leased(number, 3.5, len(pages), reason, offsets, generations))
     )
     assert (leased.id, leased.ttl_s, leased.ready, leased.failed) == (number, 3.5, len(pages), reason)
     assert list(leased.numbers) == [*offsets, *generations]
-    assert leased.tiers == tiers
 
 
 @given(

@@ -17,6 +17,7 @@ from workmem.store.config import BelowConfig, DramConfig, SsdConfig, StoreConfig
 from workmem.store.store import Store
 from workmem.store.tiers import opening
 from workmem.store.tiers.contract import Outcome, Tier
+from workmem.store.tools.running_stat import running_stat
 from workmem.testing.below_suite import BelowSuite, below_config
 from workmem.testing.pages import Chain, namespace, read_all, settle
 from workmem.testing.tier_suite import TierSuite
@@ -329,3 +330,34 @@ def test_options_are_for_installed_tiers(tmp_path):
     config = StoreConfig(below=BelowConfig(options={"a": 1}), ssd=SsdConfig(path=str(tmp_path)))
     with pytest.raises(ConfigError, match=r"\$\.store\.below\.options"):
         Store(config)
+
+
+class Remote(MemoryTier):
+    kind = TierName.REMOTE
+
+
+class Unplugged(Remote):
+    def open(self, arena):
+        del arena
+        raise OSError("no route")
+
+
+def test_events_and_readings_are_of_the_tier_that_is_installed(monkeypatch):
+    events = []
+    tier = FaultyTier(Remote(8 * 2**20), operation="put", fail_at=5, fail_until=10**9)
+    with opened(monkeypatch, tier, sink=events.append) as store:
+        Chain(namespace(), 4).save(store)
+        dram, below = running_stat(store.gauges()).tiers
+        assert (dram.tier, below.tier) == ("dram", "below")
+        assert (below.eviction, below.pages, below.missed_blocks) == ("value", 4, 4)
+        Chain(namespace(), 4, seed=1).save(store)
+        (tripped,) = [event for event in events if isinstance(event, TierStateChanged)]
+    assert (tripped.tier, tripped.state) == (TierName.REMOTE, "error")
+
+
+def test_a_tier_that_cannot_be_opened_is_told_by_its_own_kind(monkeypatch):
+    events = []
+    with opened(monkeypatch, Unplugged(), sink=events.append) as store:
+        assert "no route" in store.ssd_problem
+    (told,) = [event for event in events if isinstance(event, TierStateChanged)]
+    assert (told.tier, told.state) == (TierName.REMOTE, "error")

@@ -1,4 +1,4 @@
-"""When the ssd tier is left alone: it trips after failures in a row and is tried again after a pause.
+"""When the tier below dram is left alone: it trips after failures in a row and is tried again after a pause.
 
 Writes and reads trip apart: a full disk still serves what it holds.
 """
@@ -17,12 +17,16 @@ FAILURES_MAX = 3
 
 
 class Breaker:
-    """Counts failures. While `writes_open` no page is taken; while `reads_open` none is read."""
+    """Counts failures. While `writes_open` no page is taken; while `reads_open` none is read.
 
-    def __init__(self, clock: Clock, sink: EventSink, retry_s: float) -> None:
+    `tier` is what its events name.
+    """
+
+    def __init__(self, clock: Clock, sink: EventSink, retry_s: float, tier: TierName) -> None:
         self._clock = clock
         self._sink = sink
         self._retry_s = retry_s
+        self._tier = tier
         self._lock = threading.Lock()
         self._write_streak = 0
         self._read_streak = 0
@@ -105,4 +109,4 @@ class Breaker:
         self._tell("ok", "the pause is over, reads are tried again")
 
     def _tell(self, state: str, reason: str) -> None:
-        self._sink(TierStateChanged(tier=TierName.SSD, state=state, reason=reason))
+        self._sink(TierStateChanged(tier=self._tier, state=state, reason=reason))

@@ -72,14 +72,18 @@ def readings(
 
 def _of_attached(tier: AttachedTier, breaker: Breaker) -> dict[str, float]:
     usage = tier.tier.usage()
-    return {
-        "store_below_capacity_bytes": usage.capacity_bytes,
-        "store_below_used_bytes": usage.used_bytes,
-        "store_below_pages": tier.index.page_count,
-        "store_below_error": float(breaker.writes_open or breaker.reads_open),
-        "store_below_read_errors_total": breaker.read_errors,
-        "store_below_write_errors_total": breaker.write_errors,
-    }
+    return (
+        {
+            "store_below_capacity_bytes": usage.capacity_bytes,
+            "store_below_used_bytes": usage.used_bytes,
+            "store_below_pages": tier.index.page_count,
+            "store_below_error": float(breaker.writes_open or breaker.reads_open),
+            "store_below_read_errors_total": breaker.read_errors,
+            "store_below_write_errors_total": breaker.write_errors,
+        }
+        | ghost_gauges("below", tier.index.ghosts)
+        | order_gauges("below", tier.index)
+    )
 
 
 def _of_ssd(tier: SsdTier, breaker: Breaker) -> dict[str, float]:

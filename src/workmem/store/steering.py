@@ -233,14 +233,17 @@ def set_quotas(desk: QuotaDesk, quotas: Mapping[str, QuotaConfig], tier: TierNam
             raise ConfigError(f"{path}_floor and {tier}_ceiling: {error}") from error
 
 
-def order_gauges(tier: TierName, of: Residents | SsdIndex) -> dict[str, float]:
-    """Which eviction order a tier is under, and how many of its blocks are pinned."""
+def order_gauges(tier: str, of: Residents | SsdIndex) -> dict[str, float]:
+    """Which eviction order a tier is under, and how many of its blocks are pinned. `tier` as readings name it."""
     return {f"store_{tier}_eviction_{of.eviction}": 1, f"store_{tier}_pinned_pages": of.order.pinned}
 
 
-def ghost_gauges(tier: TierName, ghosts: Ghosts) -> dict[str, float]:
+def ghost_gauges(tier: str, ghosts: Ghosts) -> dict[str, float]:
     """Blocks that were put into a tier, and how many of them one of so many percent of its size would have had."""
-    readings: dict[str, float] = {f"store_{tier}_missed_blocks_total": ghosts.misses}
+    readings: dict[str, float] = {
+        f"store_{tier}_missed_blocks_total": ghosts.misses,
+        f"store_{tier}_ghosts_cut_short_total": ghosts.cut_short,
+    }
     readings |= {
         f"store_{tier}_would_hit_at_{round(size * 100)}_percent_total": hits
         for size, hits in ghosts.hits().items()

@@ -86,7 +86,6 @@ class Store:
         pins = parse_keep_free(config.pins.budget, "$.store.pins.budget").of(dram_bytes)
         self._pool = Pool(self._arena, self._clock, sink, config.dram.eviction, pins)
         self._pins = PinDesk(self._pool.state, self._clock)
-        self._breaker = Breaker(self._clock, sink, config.ssd.retry_s)
         self._tier: SsdTier | AttachedTier | None = None
         self.ssd_problem = ""
         """Why dram serves alone although a tier below it is configured; empty where it does not."""
@@ -102,6 +101,7 @@ class Store:
         except BaseException:
             self._arena.close()
             raise
+        self._breaker = Breaker(self._clock, sink, config.ssd.retry_s, self._pool.state.below)
         self._saver = SaverThread(self._pool, sink, config.save_queue_pages)
         self._reader: ReaderThreads | AttachedReader | None = None
         self._writer: WriterThread | None = None

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from workmem.core.errors import LeaseError
 from workmem.core.keys import BlockKey
 from workmem.core.layout import KVLayout
-from workmem.core.outcomes import MissReason, TierName
+from workmem.core.outcomes import MissReason
 from workmem.store.host import messages
 from workmem.store.host.frame_page import is_page_of, stated_checksums
-from workmem.store.host.wire import TIERS, Kind
+from workmem.store.host.wire import Kind
 from workmem.store.outbox import run_callback
 
 if TYPE_CHECKING:
@@ -89,11 +89,6 @@ class HostLease:
     def keys(self) -> tuple[BlockKey, ...]:
         """See `Lease.keys`."""
         return self._keys
-
-    @property
-    def tiers(self) -> tuple[TierName, ...]:
-        """Where each page held was when it was leased, in prefix order."""
-        return tuple([TIERS[code] for code in self._grant.tiers]) if self._grant is not None else ()
 
     @property
     def is_settled(self) -> bool:

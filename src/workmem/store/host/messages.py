@@ -85,8 +85,6 @@ class Leased(msgspec.Struct, frozen=True):
     failed: MissReason | None
     numbers: memoryview
     """Where each frame starts in the arena, and after those the generation of each."""
-    tiers: bytes
-    """Code in `TIERS` of where each page was when it was leased."""
 
 
 class Reserved(msgspec.Struct, frozen=True):
@@ -234,11 +232,10 @@ def pack_leased(
     failed: MissReason | None,
     offsets: array[int],
     generations: array[int],
-    tiers: bytes | bytearray,
 ) -> bytes:
     """Body of the reply to LEASE. Arrays of unsigned 64-bit numbers, native order (one host)."""
-    head = _LEASED.pack(number, ttl_s, len(tiers), ready, REASON_CODE[failed])
-    return b"".join((head, offsets, generations, tiers))
+    head = _LEASED.pack(number, ttl_s, len(offsets), ready, REASON_CODE[failed])
+    return b"".join((head, offsets, generations))
 
 
 def unpack_leased(body: memoryview) -> Leased:
@@ -246,11 +243,10 @@ def unpack_leased(body: memoryview) -> Leased:
     if len(body) < _LEASED.size:
         raise Malformed(f"a lease's reply of {len(body)} bytes")
     number, ttl_s, count, ready, failed = _LEASED.unpack_from(body)
-    if len(body) != _LEASED.size + 17 * count or ready > count:
+    if len(body) != _LEASED.size + 16 * count or ready > count:
         raise Malformed(f"a lease's reply of {len(body)} bytes for {ready} of {count} pages")
-    end = _LEASED.size + 16 * count
-    numbers = memoryview(bytes(body[_LEASED.size : end])).cast("Q")
-    return Leased(number, ttl_s, count, ready, _code(REASONS, failed), numbers, bytes(body[end:]))
+    numbers = memoryview(bytes(body[_LEASED.size :])).cast("Q")
+    return Leased(number, ttl_s, count, ready, _code(REASONS, failed), numbers)
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:

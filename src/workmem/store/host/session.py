@@ -20,7 +20,7 @@ from workmem.core.clock import Clock
 from workmem.core.errors import CapacityError, LeaseError
 from workmem.core.events import BoundReached, EventSink
 from workmem.core.layout import KVLayout, Namespace
-from workmem.core.outcomes import MissReason, TierName
+from workmem.core.outcomes import MissReason
 from workmem.store.catalog import Space
 from workmem.store.frames import Frame
 from workmem.store.host import messages
@@ -30,7 +30,7 @@ from workmem.store.host.place import folder_identity
 from workmem.store.host.reservations import Reservations
 from workmem.store.host.steering import Steered
 from workmem.store.host.upkeep import Upkeep
-from workmem.store.host.wire import PREFIX, TIER_CODE, VERSION, ErrorCode, Kind, Malformed, Refused
+from workmem.store.host.wire import PREFIX, VERSION, ErrorCode, Kind, Malformed, Refused
 from workmem.store.lease import PageLease
 from workmem.store.store import Store
 
@@ -243,14 +243,9 @@ class Session:
         if failed is None and ready < len(keys):
             lease.on_settled(functools.partial(self._tell_settled, number, lease))
         frames = cast("list[Frame]", lease.frames)
-        tiers: bytes | bytearray = _DRAM * len(frames)
-        if lease.missing:
-            tiers = bytearray(tiers)
-            for index in list(lease.missing):
-                tiers[index] = _SSD
         offsets = array("Q", [frame.offset for frame in frames])
         generations = array("Q", [frame.generation for frame in frames])
-        return messages.pack_leased(number, ttl_s, ready, failed, offsets, generations, tiers)
+        return messages.pack_leased(number, ttl_s, ready, failed, offsets, generations)
 
     def _tell_settled(self, number: int, lease: PageLease) -> None:
         """On a store thread: must not wait. A notice that finds no room is made up for by a renewal."""
@@ -318,10 +313,6 @@ class Session:
     def _bound(self, name: str, limit: int, detail: str) -> None:
         self._hosted.sink(BoundReached(name=name, limit=limit, detail=f"process {self.peer.pid}: {detail}"))
         raise Refused(f"{name}: the limit of {limit} is reached", ErrorCode.BOUND)
-
-
-_DRAM = bytes([TIER_CODE[TierName.DRAM]])
-_SSD = TIER_CODE[TierName.SSD]
 
 
 def _check(layout: KVLayout) -> None:

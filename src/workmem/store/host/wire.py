@@ -17,7 +17,7 @@ from workmem.core.outcomes import MissReason, TierName
 from workmem.store.contract import SaveState
 
 MAGIC = b"WMHOST\x00\x00"
-VERSION = 3
+VERSION = 4
 """Of this protocol. Ends of two versions do not talk: the page format differs with it."""
 PREFIX = struct.Struct("<IHH")
 BODY_BYTES_MAX = 8 * 2**20

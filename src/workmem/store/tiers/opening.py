@@ -36,8 +36,9 @@ def open_below(
     tier: SsdTier | AttachedTier
     try:
         if config.below.tier != BUILT_IN:
-            tier = AttachedTier(find_tier(config.below.tier, config.below.options), pool, config.ssd.eviction)
-            pool.state.below = tier.tier.kind
+            found = find_tier(config.below.tier, config.below.options)
+            pool.state.below = found.kind
+            tier = AttachedTier(found, pool, config.ssd.eviction)
         elif config.below.options:
             raise ConfigError("$.store.below.options: are for an installed tier; ssd is set by store.ssd")
         elif not config.ssd.enabled:
@@ -47,7 +48,7 @@ def open_below(
     except OSError as error:
         # The medium, not the setting: what can be served without it is served.
         problem = f"cannot be opened ({error}); dram serves alone until the next start"
-        sink(TierStateChanged(tier=TierName.SSD, state="error", reason=problem))
+        sink(TierStateChanged(tier=pool.state.below, state="error", reason=problem))
         return None, problem
     return tier, ""
 

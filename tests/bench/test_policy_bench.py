@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from typing import get_args
 
 import pytest
 from traces import Request, Trace, generated, recorded
 
 import policy
-from policy import EVEN, ORDERS, oracle, replay
+from policy import EVEN, ORDERS, TOLD, oracle, replay
+from workmem.policy.choose import EvictionName
 
 
 def trace(*paths: list[int]) -> Trace:
@@ -70,3 +72,7 @@ def test_generated_sessions_are_the_same_for_the_same_seed():
 def test_orders_without_anything_to_be_told_are_not_replayed_twice():
     assert policy.TOLD not in policy._names(trace([0]))
     assert policy.TOLD in policy._names(generated(3, 4))
+
+
+def test_every_order_that_can_be_chosen_is_measured():
+    assert {*get_args(EvictionName), TOLD} == set(ORDERS)

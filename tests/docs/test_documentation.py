@@ -14,6 +14,12 @@ from workmem.config import load
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+TESTS = {
+    name
+    for folder in ("tests", "src/workmem/testing")
+    for file in (ROOT / folder).rglob("*.py")
+    for name in re.findall(r"def (test_\w+)", file.read_text(encoding="utf-8"))
+}
 FENCE = re.compile(r"^```(?P<info>[^\n]*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -91,6 +97,24 @@ def test_every_page_is_in_the_list():
     index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
     pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
     assert {page for page in pages - {"README.md"} if f"({page})" not in index} == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_tests_and_files_that_are_named_exist(page):
+    code = " ".join(re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8")))
+    files = re.findall(r"\b(?:src|tests|bench|docs)/[\w/.-]*\w", code)
+    assert [file for file in files if not (ROOT / file).exists()] == []
+    named = set(re.findall(r"\btest_\w+\b(?!\.py)", re.sub(r"[\w/]+\.py", "", code)))
+    assert named - TESTS == set()
+
+
+def test_every_bound_of_the_store_is_in_the_list():
+    source = "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "src").rglob("*.py"))
+    bounds = set(re.findall(r"(?:name=|_bound\()\"(store\.[\w.]+)\"", source))
+    pages = [ROOT / "docs" / "internals" / name for name in ("buffer-rules.md", "host-store.md")]
+    listed = "".join(page.read_text(encoding="utf-8") for page in pages)
+    assert len(bounds) > 15
+    assert {bound for bound in bounds if f"`{bound}`" not in listed} == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

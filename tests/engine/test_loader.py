@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from workmem.core.errors import ConfigError
 from workmem.engines.embedded import small_rows
-from workmem.engines.embedded.loader import load
+from workmem.engines.embedded.loader import SUPPORTED, load
 from workmem.testing.tiny_models import KINDS, VOCABULARY, build_model
 
 
@@ -31,6 +31,10 @@ def edit_config(folder, **fields):
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
     return folder
+
+
+def test_every_family_that_is_served_is_tried():
+    assert set(KINDS) == set(SUPPORTED)
 
 
 @pytest.mark.parametrize("kind", KINDS)

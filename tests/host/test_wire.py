@@ -222,6 +222,12 @@ def test_a_server_that_talks_nonsense_is_a_miss(host, tmp_path):
     assert not client.is_attached
 
 
+def test_whatever_has_a_name_has_a_code():
+    assert set(wire.REASONS) == {None, *MissReason}
+    assert set(wire.TIERS) == set(TierName)
+    assert set(wire.STATES) == {None, *SaveState}
+
+
 @given(keys=KEYS, owner=st.text(max_size=60), ttl=st.floats(0.001, 1e8))
 def test_lease_requests_survive_the_wire(keys, owner, ttl):
     root, stated, name, found = messages.unpack_lease(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from workmem.policy.choose import EvictionName, make_order
 from workmem.policy.grouped import GroupedOrder
 from workmem.policy.lru import Lru
 from workmem.policy.order import NO_ROW, EvictionOrder, Loss, Prospect
@@ -24,6 +26,11 @@ ORDERS: dict[str, Callable[[], EvictionOrder]] = {
     "value": lambda: ValueOrder(even_depth=3),
     "s3fifo_tight": lambda: S3Fifo(40),
 }
+
+
+def test_every_order_that_can_be_chosen_is_held_to_this():
+    chosen = {type(make_order(name, 1 << 20)) for name in get_args(EvictionName)}
+    assert chosen <= {type(make()) for make in ORDERS.values()}
 
 
 @pytest.fixture(params=list(ORDERS))

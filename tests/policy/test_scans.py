@@ -6,22 +6,18 @@ What each order keeps is measured; the default must keep what the best of the ot
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import get_args
 
 import pytest
 
-from workmem.policy.lru import Lru
+from workmem.policy.choose import EvictionName, make_order
 from workmem.policy.order import NO_ROW, EvictionOrder
-from workmem.policy.s3fifo import S3Fifo
-from workmem.policy.segmented_lru import SegmentedLru
-from workmem.policy.value import ValueOrder
 
 CAPACITY = 400
 CHAIN = 10
 ORDERS: dict[str, Callable[[], EvictionOrder]] = {
-    "lru": Lru,
-    "s3fifo": lambda: S3Fifo(CAPACITY),
-    "segmented_lru": lambda: SegmentedLru(CAPACITY * 8 // 10),
-    "value": ValueOrder,
+    name: partial(make_order, name, CAPACITY) for name in get_args(EvictionName)
 }
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
 from workmem.core.errors import ClientError
 from workmem.core.events import BoundReached
 from workmem.core.layout import Namespace
 from workmem.core.outcomes import TierName
+from workmem.policy.choose import EvictionName
 from workmem.policy.order import Prospect
 from workmem.store.config import PinsConfig
 from workmem.testing.pages import SMALL, Chain, namespace, read_all
 
-ORDERS = ["value", "segmented_lru", "s3fifo", "lru"]
+ORDERS = get_args(EvictionName)
 IN_DRAM, ON_SSD = TierName.DRAM, TierName.SSD
 
 

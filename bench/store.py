@@ -19,7 +19,6 @@ import json
 import os
 import re
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,24 +26,17 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness import RESULTS, Budget, Journal, environment, in_turns, spread, write_result
+from harness import RESULTS, Budget, Journal, environment, in_turns, write_result
 from rich.console import Console
-from rich.table import Table
 from store_peers.process import StoreWorker
+from store_report import CHAIN_ONLY, KIB, MIB, OURS, against, reaches, summarise, table
 from systems import System, WorkerFailed
 
 PEERS = Path(__file__).parent / "store_peers"
-KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+GIB = 1 << 30
 SIZES = (64 * KIB, 360 * KIB, 2 * MIB, 8 * MIB)
 OPS = ("get", "get64", "mixed", "put", "put64")
 """Reads first: what is read was written last, and no store has evicted it yet."""
-OURS = {"dram": "workmem dram", "ssd": "workmem ssd"}
-COPY_BOUND, DISK_BOUND = 0.85, 0.85
-"""Reach of a get or put: of a copy with the checksum of its destination, and of the raw disk."""
-LOOKUP_BOUND_US = 100.0
-ECHO_BOUNDS = {32: 3.0, 512: 8.0}
-REPLAY_BOUND_S = 3.0
-RECORD_BOUND_BYTES = 300
 START_S = 120.0
 LONG_BYTES = 256 * MIB
 """A batch of more fills a slice by itself; two of them are measured."""
@@ -230,10 +222,6 @@ class Bench:
         self._journal.record(key, **fields, **found)
 
 
-CHAIN_ONLY = 512
-"""Records of the store that growth is counted from."""
-
-
 def fio(folder: Path) -> dict[str, float]:
     """The disk by a tool that nobody here wrote: O_DIRECT in requests of 2 MiB, bytes per second."""
     path = folder / "fio"
@@ -288,148 +276,6 @@ def _script(name: str, *arguments: str) -> dict[str, Any]:
 def said(text: str) -> str:
     """An error as a result may hold it: without the folders of the machine it happened on."""
     return re.sub(r"(?:/[\w.+-]+)+/", "", text)
-
-
-def summarise(entries: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row per size, operation, number of clients and system: rates, times, ratios to the baselines."""
-    grouped: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for entry in entries.values():
-        if "op" in entry:
-            key = (entry["size"], entry["op"], entry["clients"], entry["system"])
-            grouped.setdefault(key, []).append(entry)
-    rows = []
-    for (size, op, clients, system), found in sorted(grouped.items()):
-        row: dict[str, Any] = {"size": size, "op": op, "clients": clients, "system": system}
-        measured = [entry for entry in found if "bytes_per_s" in entry]
-        if measured:
-            for field in ("bytes_per_s", "ops_per_s", "p50_us", "p99_us", "cpu_s_per_gb"):
-                row[field] = spread([entry[field] for entry in measured])
-            row["short"] = sum(entry["short"] for entry in measured) / sum(
-                entry["short"] + entry["blocks"] for entry in measured
-            )
-            row["of"] = _of_baselines(measured)
-        row["skipped"] = sorted({entry["skipped"] for entry in found if "skipped" in entry})
-        rows.append(row)
-    return rows
-
-
-def _of_baselines(measured: list[dict[str, Any]]) -> dict[str, dict[str, float | int]]:
-    """Rate over the rate of each baseline, slice by slice."""
-    ratios: dict[str, list[float]] = {}
-    for entry in measured:
-        for name, rates in entry["baselines"].items():
-            pairs = zip(entry["rates"], rates, strict=True)
-            ratios.setdefault(name, []).extend(own / base for own, base in pairs if base)
-        raw = [rates for name, rates in entry["baselines"].items() if name.startswith("raw")]
-        if raw:
-            best = max(statistics.median(rates) for rates in raw)
-            ratios.setdefault("raw_best", []).extend(own / best for own in entry["rates"])
-    return {name: spread(values) for name, values in ratios.items() if values}
-
-
-def against(rows: list[dict[str, Any]], media: dict[str, str]) -> list[dict[str, Any]]:
-    """Ours over each other system of the same medium: as measured, and with both as parts of their memcpy."""
-    by_key = {(r["size"], r["op"], r["clients"], r["system"]): r for r in rows if "bytes_per_s" in r}
-    found = []
-    for (size, op, clients, system), row in by_key.items():
-        ours = by_key.get((size, op, clients, OURS[media[system]]))
-        if ours is None or ours is row:
-            continue
-        ratio = ours["bytes_per_s"]["median"] / row["bytes_per_s"]["median"]
-        levelled = ours["of"]["memcpy"]["median"] / row["of"]["memcpy"]["median"]
-        found.append(
-            {
-                "size": size,
-                "op": op,
-                "clients": clients,
-                "against": system,
-                "ratio": ratio,
-                "levelled": levelled,
-            }
-        )
-    return found
-
-
-def reaches(rows: list[dict[str, Any]], entries: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every bound that the store is held to, what was measured, and whether it is met."""
-    found: list[dict[str, Any]] = []
-
-    def add(what: str, measured: float, bound: float, *, at_least: bool) -> None:
-        is_met = measured >= bound if at_least else measured <= bound
-        found.append({"what": what, "measured": measured, "bound": bound, "is_met": is_met})
-
-    for row in rows:
-        if "of" not in row or row["op"] == "mixed":
-            continue
-        name = f"{row['system']} {row['op']} x{row['clients']} of {row['size'] // KIB} KiB"
-        if row["system"] == OURS["dram"] and row["size"] >= 360 * KIB:
-            copied = row["of"]["memcpy_xxh3"]["median"]
-            add(f"{name}, of memcpy and xxh3-64", copied, COPY_BOUND, at_least=True)
-        if row["system"] == OURS["ssd"] and row["size"] >= 2 * MIB and "raw_best" in row["of"]:
-            add(f"{name}, of the raw disk", row["of"]["raw_best"]["median"], DISK_BOUND, at_least=True)
-    looked = {
-        name: times
-        for script in ("lookups", "host_lookups")
-        for name, times in entries.get(script, {}).get("found", {}).items()
-    }
-    if "lookup_512" in looked:
-        add("lookup of 512 keys, us", looked["lookup_512"]["p50_us"], LOOKUP_BOUND_US, at_least=False)
-        for n, bound in ECHO_BOUNDS.items():
-            if looked.keys() >= {f"host_lease_{n}", f"echo_{n}"}:
-                times = looked[f"host_lease_{n}"]["p50_us"] / looked[f"echo_{n}"]["p50_us"]
-                add(f"lookup and lease of {n} from another process, of an echo", times, bound, at_least=False)
-    return found + growth(entries)
-
-
-def growth(entries: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Start and memory of stores of many records."""
-    opened = {
-        int(k.split("|")[1]): e["found"]
-        for k, e in entries.items()
-        if k.startswith("records|") and "found" in e
-    }
-    base = opened.pop(CHAIN_ONLY, None)
-    found = []
-    for count, made in sorted(opened.items()):
-        seconds = statistics.median(start["seconds"] for start in made["starts"])
-        if count == 1_000_000:
-            found.append(
-                {
-                    "what": f"process start to the first lookup over {count} records, s",
-                    "measured": seconds,
-                    "bound": REPLAY_BOUND_S,
-                    "is_met": seconds <= REPLAY_BOUND_S,
-                }
-            )
-        if base is not None:
-            grown = min(s["private_bytes"] for s in made["starts"]) - min(
-                s["private_bytes"] for s in base["starts"]
-            )
-            each = grown / (count - CHAIN_ONLY)
-            found.append(
-                {
-                    "what": f"bytes of memory per record at {count}",
-                    "measured": each,
-                    "bound": RECORD_BOUND_BYTES,
-                    "is_met": each < RECORD_BOUND_BYTES,
-                }
-            )
-    return found
-
-
-def table(rows: list[dict[str, Any]], names: list[str]) -> Table:
-    """Systems side by side, gigabytes per second."""
-    shown = Table("blocks", *names, title="GB/s, median; in brackets the part of a memcpy beside it")
-    by_unit: dict[tuple[Any, ...], dict[str, str]] = {}
-    for row in (row for row in rows if row["system"] in names):
-        cell = "failed"
-        if "bytes_per_s" in row:
-            cell = f"{row['bytes_per_s']['median'] / 1e9:.2f} ({row['of']['memcpy']['median']:.2f})"
-        by_unit.setdefault((row["size"], row["op"], row["clients"]), {})[row["system"]] = cell
-    for (size, op, clients), cells in by_unit.items():
-        label = f"{size // KIB} KiB {op} x{clients}"
-        shown.add_row(label, *(cells.get(name, "-") for name in names))
-    return shown
 
 
 def systems_of(arguments: argparse.Namespace, dram_bytes: int, folder: Path) -> list[System]:

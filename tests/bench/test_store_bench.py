@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import store_report
 from store_peers.process import StoreWorker
 from systems import System, WorkerFailed
 
@@ -147,21 +148,21 @@ def entry(system: str, size: int = 360 << 10, op: str = "get", **fields):
 
 
 def test_ratios_are_taken_slice_by_slice():
-    (row,) = bench.summarise({"a": entry("redis", short=30)})
+    (row,) = store_report.summarise({"a": entry("redis", short=30)})
     assert row["of"]["memcpy"] == {"median": 0.75, "min": 0.5, "max": 1.0, "n": 2}
     assert row["short"] == 0.75
 
 
 def test_a_failed_operation_is_a_row_with_its_reason():
     failed = {"system": "redis", "size": 1, "op": "put", "clients": 1, "round": 0, "skipped": "no answer"}
-    (row,) = bench.summarise({"a": failed})
+    (row,) = store_report.summarise({"a": failed})
     assert row["skipped"] == ["no answer"]
     assert "bytes_per_s" not in row
-    assert bench.reaches([row], {}) == bench.against([row], {"redis": "dram"}) == []
+    assert store_report.reaches([row], {}) == store_report.against([row], {"redis": "dram"}) == []
 
 
 def test_others_are_compared_within_their_medium():
-    rows = bench.summarise(
+    rows = store_report.summarise(
         {
             "a": entry("workmem dram"),
             "b": entry("redis", bytes_per_s=1e9, rates=[1e9, 1e9]),
@@ -170,7 +171,7 @@ def test_others_are_compared_within_their_medium():
         }
     )
     media = {"workmem dram": "dram", "redis": "dram", "lmdb disk": "ssd"}
-    (found,) = bench.against(rows, media)
+    (found,) = store_report.against(rows, media)
     assert (found["against"], found["ratio"], found["levelled"]) == ("redis", 4.0, 6.0)
 
 
@@ -182,7 +183,7 @@ def test_the_reach_of_dram_is_a_checked_copy_and_that_of_ssd_the_better_raw_rate
         "dram": entry("workmem dram", baselines=checked),
         "ssd": entry("workmem ssd", size=2 << 20, op="get64", rates=[4e9, 4e9], baselines=raw),
     }
-    found = {reach["what"]: reach for reach in bench.reaches(bench.summarise(entries), entries)}
+    found = {reach["what"]: reach for reach in store_report.reaches(store_report.summarise(entries), entries)}
     assert found["workmem dram get x1 of 360 KiB, of memcpy and xxh3-64"]["measured"] == pytest.approx(1.2)
     assert found["workmem dram get x1 of 360 KiB, of memcpy and xxh3-64"]["is_met"]
     assert found["workmem ssd get64 x1 of 2048 KiB, of the raw disk"]["measured"] == pytest.approx(0.8)
@@ -199,8 +200,10 @@ def test_growth_is_counted_from_a_store_of_few_records():
         return f"records|{count}", {"found": {"starts": starts}}
 
     many = 1_000_000
-    entries = dict([opened(bench.CHAIN_ONLY, 10**6, 0.2), opened(many, 10**6 + 250 * (many - 512), 4.0)])
-    replay, growth = bench.growth(entries)
+    entries = dict(
+        [opened(store_report.CHAIN_ONLY, 10**6, 0.2), opened(many, 10**6 + 250 * (many - 512), 4.0)]
+    )
+    replay, growth = store_report.growth(entries)
     assert (replay["measured"], replay["is_met"]) == (4.0, False)
     assert (growth["measured"], growth["is_met"]) == (250.0, True)
 
@@ -208,7 +211,9 @@ def test_growth_is_counted_from_a_store_of_few_records():
 def test_lookups_are_held_to_the_echo():
     inside = {"lookup_512": {"p50_us": 90.0}, "echo_32": {"p50_us": 10.0}}
     outside = {"host_lease_32": {"p50_us": 40.0}, "host_lease_512": {"p50_us": 1.0}}
-    lookup, lease = bench.reaches([], {"lookups": {"found": inside}, "host_lookups": {"found": outside}})
+    lookup, lease = store_report.reaches(
+        [], {"lookups": {"found": inside}, "host_lookups": {"found": outside}}
+    )
     assert lookup["is_met"]
     assert (lease["measured"], lease["is_met"]) == (4.0, False)
 
@@ -272,7 +277,7 @@ def test_a_system_that_cannot_start_is_absent_with_its_error(tmp_path: Path):
     system = System("redis", Path("/nowhere/python"), "redis_socket.py", {"threads": 2, "medium": "dram"})
     journal = bench.Journal(tmp_path / "run.partial.jsonl", {})
     run = bench.Bench(mode, [system], tmp_path, journal, bench.Console(quiet=True))
-    for once in ("disk", "lookups", "host_lookups", f"records|{bench.CHAIN_ONLY}"):
+    for once in ("disk", "lookups", "host_lookups", f"records|{store_report.CHAIN_ONLY}"):
         journal.record(once, skipped="not here")
     run.run()
     assert run.absent["redis"].startswith("python redis_socket.py: ")

@@ -91,13 +91,7 @@ def in_turns(names: Sequence[str], round_number: int) -> list[str]:
 def parser_of(about: str, bench: str, *, quick: Any, full: Any, smoke: Any) -> argparse.ArgumentParser:
     """The options that every benchmark takes; `quick`, `full` and `smoke` are what `mode` becomes."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    which = parser.add_mutually_exclusive_group()
-    for mode, text in (
-        (quick, "at most 10 minutes"),
-        (full, "at most 60 minutes (default)"),
-        (smoke, "tiny sizes: does it run?"),
-    ):
-        which.add_argument(f"--{mode.name}", dest="mode", action="store_const", const=mode, help=text)
+    add_modes(parser, quick=quick, full=full, smoke=smoke)
     parser.add_argument(
         "--model", type=Path, required=True, help="folder of safetensors, with tokenizer.json"
     )
@@ -105,8 +99,19 @@ def parser_of(about: str, bench: str, *, quick: Any, full: Any, smoke: Any) -> a
     parser.add_argument("--seed", type=int, default=20)
     parser.add_argument("--out", type=Path, help=f"result file; default bench/results/{bench}-MODE.json")
     parser.add_argument("--minutes", type=float, help="less time than the mode has; what is left out is said")
-    parser.set_defaults(mode=full)
     return parser
+
+
+def add_modes(parser: argparse.ArgumentParser, *, quick: Any, full: Any, smoke: Any) -> None:
+    """The options that say how much is measured."""
+    which = parser.add_mutually_exclusive_group()
+    for mode, text in (
+        (quick, "at most 10 minutes"),
+        (full, "at most 60 minutes (default)"),
+        (smoke, "tiny sizes: does it run?"),
+    ):
+        which.add_argument(f"--{mode.name}", dest="mode", action="store_const", const=mode, help=text)
+    parser.set_defaults(mode=full)
 
 
 def mode_of(arguments: argparse.Namespace) -> Any:

@@ -4,8 +4,9 @@
 
 Everything goes through `workmem serve` over HTTP. Each prompt is sent once cold, then as a vram hit,
 then as a dram hit (vram emptied in between); after all prompts the server restarts over the same ssd
-folder and each is sent once more, and again as a vram hit of that process, which stands beside the rest. Where the tokens really came from is read from the answer's usage; a
-measurement that did not come from where it should is kept apart, never counted.
+folder and each is sent once more, and again as a vram hit of that process, which stands beside the rest. Where the
+tokens really came from is read from the answer's usage; a measurement that did not come from where it should is
+kept apart, never counted.
 
 A run that is ended early, or had too little time, goes on when the same command runs again: samples are kept
 in a journal beside the result, and what was computed stays in the ssd folder until all is measured.

@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness import RESULTS, Budget, Journal, environment, in_turns, write_result
+from harness import RESULTS, Budget, Journal, add_modes, environment, in_turns, write_result
 from rich.console import Console
 from store_peers.process import StoreWorker
 from store_report import CHAIN_ONLY, KIB, MIB, OURS, against, reaches, summarise, table
@@ -317,20 +317,13 @@ def parsed(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    which = parser.add_mutually_exclusive_group()
-    for mode, text in (
-        (QUICK, "at most 10 minutes"),
-        (FULL, "at most 60 minutes (default)"),
-        (SMOKE, "tiny sizes: does it run?"),
-    ):
-        which.add_argument(f"--{mode.name}", dest="mode", action="store_const", const=mode, help=text)
+    add_modes(parser, quick=QUICK, full=FULL, smoke=SMOKE)
     for name in ("mooncake", "lmcache", "vllm", "lmdb"):
         parser.add_argument(f"--{name}-python", type=Path, help=f"Python that has {name}")
     parser.add_argument("--redis", type=Path, help="redis-server")
     parser.add_argument("--only", help="names of systems, separated by commas")
     parser.add_argument("--folder", type=Path, help="disk to use; default: the one for temporary files")
     parser.add_argument("--out", type=Path, help="result file; default bench/results/store-MODE.json")
-    parser.set_defaults(mode=FULL)
     return parser.parse_args(words)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import AsyncIterator
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -37,11 +36,8 @@ from workmem.engines.embedded.sequence import Sequence
 from workmem.engines.embedded.tokenizer import ModelTokenizer
 from workmem.store.contract import KVStore
 
-_LOG = logging.getLogger(__name__)
-_IDLE_SECONDS = 0.5
 TENANTS_MAX = 4096
 """Each tenant is a namespace of its own in every tier, for as long as the process lives."""
-_SPILL_POLL_SECONDS = 0.002
 
 
 class EmbeddedEngine:

@@ -14,7 +14,7 @@ from workmem.engines.embedded.tokenizer import ModelTokenizer
 try:
     import llguidance
     import llguidance.hf
-except ImportError:  # An optional extra; a request that needs it is told so.
+except ImportError:  # The engine can do without; a request that needs it is told so.
     llguidance = None
 
 _PARAM = "response_format"

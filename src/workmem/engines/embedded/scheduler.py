@@ -197,11 +197,11 @@ class Scheduler:
         leases = sum(1 for seq in self.waiting if seq.lease is not None)
         leases += sum(1 for seq in self.running if seq.is_loading)
         for seq in list(self.waiting):
-            if len(self.running) >= self._running_max and not self._preempt_for(seq, slots=1):
+            if len(self.running) >= self._running_max and not self._preempt_for(seq, places=1):
                 break
             had_lease = seq.lease is not None
             verdict = self._try_admit(seq, now, may_lease=had_lease or leases < LEASES_WAITING_MAX)
-            if verdict is Verdict.NO_ROOM and self._preempt_for(seq, slots=0):
+            if verdict is Verdict.NO_ROOM and self._preempt_for(seq, places=0):
                 verdict = self._try_admit(seq, now, may_lease=True)
             leases += (seq.is_loading or (seq.phase is Phase.WAITING and seq.lease is not None)) - had_lease
             if verdict is Verdict.ADMITTED:
@@ -297,8 +297,8 @@ class Scheduler:
         """Blocks promised to running sequences and not yet taken."""
         return sum(seq.committed - len(seq.table) for seq in self.running)
 
-    def _preempt_for(self, seq: Sequence, *, slots: int) -> bool:
-        """Make room, and `slots` places, for a more urgent request, last come first to go, if that is enough."""
+    def _preempt_for(self, seq: Sequence, *, places: int) -> bool:
+        """Make room, and so many `places`, for a more urgent request, last come first to go, if that is enough."""
         victims = sorted(
             (r for r in self.running if r.request.priority > seq.request.priority), key=lambda r: r.order
         )
@@ -307,7 +307,7 @@ class Scheduler:
         if not victims or needed > self._pool.idle_count - self.outstanding() + gain:
             return False
         freed = 0
-        while victims and (freed < slots or needed > self._pool.idle_count - self.outstanding()):
+        while victims and (freed < places or needed > self._pool.idle_count - self.outstanding()):
             self.preempt(victims.pop(), by=seq.id, reason="priority")
             freed += 1
         return True

@@ -58,7 +58,6 @@ class SsdTier:
     ) -> None:
         self._folder = folder
         self._pool = pool
-        self._device = device
         self._sink = sink
         self.capacity_bytes = capacity_bytes
         segment_bytes = min(SEGMENT_BYTES_MAX, max(capacity_bytes // 8, 2 * SEGMENT_HEADER_BYTES))

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ import store as bench
 sys.path.insert(0, str(bench.PEERS))
 
 import driver
+import workmem_store
 
 SIZE = 64 << 10
 
@@ -173,11 +175,13 @@ def test_others_are_compared_within_their_medium():
     media = {"workmem dram": "dram", "redis": "dram", "lmdb disk": "ssd"}
     (found,) = store_report.against(rows, media)
     assert (found["against"], found["ratio"], found["levelled"]) == ("redis", 4.0, 6.0)
+    assert bench.behind([found]) == []
+    assert bench.behind([found | {"ratio": 0.5}]) == ["redis: 360 KiB get x1 0.50"]
 
 
 def test_the_reach_of_dram_is_a_checked_copy_and_that_of_ssd_the_better_raw_rate():
     checked = {"memcpy": [8e9, 8e9], "memcpy_xxh3": [5e9, 5e9]}
-    raw = {"memcpy": [8e9, 8e9], "raw": [2e9, 2e9], "raw_3_readers": [5e9, 5e9]}
+    raw = {"memcpy": [8e9, 8e9], "raw": [2e9, 2e9], "raw_3_at_once": [5e9, 5e9]}
     entries = {
         "small": entry("workmem dram", size=64 << 10, baselines=checked),
         "dram": entry("workmem dram", baselines=checked),
@@ -189,6 +193,25 @@ def test_the_reach_of_dram_is_a_checked_copy_and_that_of_ssd_the_better_raw_rate
     assert found["workmem ssd get64 x1 of 2048 KiB, of the raw disk"]["measured"] == pytest.approx(0.8)
     assert not found["workmem ssd get64 x1 of 2048 KiB, of the raw disk"]["is_met"]
     assert len(found) == 2
+
+
+@pytest.mark.parametrize(
+    ("size", "op", "is_split"),
+    [(2 << 20, "get", False), (2 << 20, "put", False), (8 << 20, "get", True), (8 << 20, "put", True)],
+)
+def test_whatever_is_longer_than_a_request_is_held_to_several_at_once(
+    size: int,
+    op: str,
+    is_split: bool,  # noqa: FBT001
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(workmem_store, "RAW_BYTES", 16 << 20)
+    raw = workmem_store.RawFile(tmp_path / "raw", SimpleNamespace(size=size))
+    found = raw.baselines(op, 1)
+    assert ("raw_3_at_once" in found) is is_split
+    assert "raw_3_at_once" in raw.baselines(f"{op}64", 1)
+    assert {make(0)() for make in found.values()} == {size}
 
 
 def test_growth_is_counted_from_a_store_of_few_records():

@@ -84,7 +84,7 @@ def test_any_batch_split_and_tier_gives_the_same_bits(
         large = {"batch_tokens": rng.choice([16, 40]), "vram_bytes": "8MiB"}
         again = bench(ssd=tmp_path / "ssd", **large, **fixed)
         seen |= await interleave(again, expected, rng, 2)
-        assert {"vram", "ssd", "computed"} <= seen
+        assert {"vram", "dram", "ssd", "computed"} <= seen
 
     asyncio.run(run())
 

@@ -1,6 +1,6 @@
 """Lives of a store, most of them ended by SIGKILL; then everything that is left must be right.
 
-20 seconds here; `make soak` for the long form.
+10 seconds here; `make soak` for the long form.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ RULES = (ROOT / "docs" / "internals" / "buffer-rules.md").read_text(encoding="ut
 FORMAT = (ROOT / "docs" / "internals" / "journal-format.md").read_text(encoding="utf-8")
 HOST = (ROOT / "docs" / "internals" / "host-store.md").read_text(encoding="utf-8")
 TESTED = (ROOT / "docs" / "internals" / "what-is-tested.md").read_text(encoding="utf-8")
-IDENTITY = (ROOT / "docs" / "internals" / "key-identity.md").read_text(encoding="utf-8")
 CODE = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src" / "workmem").rglob("*.py"))
 
 
@@ -29,7 +28,8 @@ def test_every_test_named_by_a_page_exists():
     for path in (ROOT / "tests").rglob("test_*.py"):
         found = re.findall(r"^(?:async )?def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
         defined |= set(found)
-    named = set(re.findall(r"`(test_\w+)`", RULES + IDENTITY + TESTED))
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    named = {name for page in pages for name in re.findall(r"`(test_\w+)`", page.read_text(encoding="utf-8"))}
     assert len(named) > 80
     assert named <= defined, named - defined
 

@@ -13,8 +13,8 @@ PORT ?= 8000
 ARGS ?=
 # Folders with tests, or one test, for `make test`.
 TESTS ?= tests
-# Seconds of `make soak`: half for a store that dies again and again, half for one that processes share.
-SOAK_SECONDS ?= 1200
+# Seconds of `make soak`, a third each: a store that dies again and again, one that processes share, one arena in which layouts take turns.
+SOAK_SECONDS ?= 1800
 # Pythons of the environments with vLLM and with llama-cpp-python[server], for `make test-upstreams`.
 UPSTREAM_VLLM_PYTHON ?=
 UPSTREAM_LLAMA_PYTHON ?=
@@ -55,10 +55,11 @@ test-upstreams: $(VENV)/.stamp-test model ## Upstream mode before real servers t
 	  --llama-python '$(UPSTREAM_LLAMA_PYTHON)' --model "$$($(BIN)/workmem model prepare $(MODEL))" $(ARGS)
 
 .PHONY: soak
-soak: $(VENV)/.stamp-test ## Random work on stores whose processes are killed and stopped (SOAK_SECONDS=1200)
+soak: $(VENV)/.stamp-test ## Random work on stores whose processes are killed and stopped (SOAK_SECONDS=1800)
 	$(STEP) 'soak of $(SOAK_SECONDS) s'
-	@SOAK_SECONDS=$$(( $(SOAK_SECONDS) / 2 )) WORKMEM_SOAK_S=$$(( $(SOAK_SECONDS) / 2 )) $(BIN)/python -m pytest \
-	  -n 0 -s tests/soak tests/host/test_processes.py -k 'lives_and_deaths or storm' $(ARGS)
+	@SOAK_SECONDS=$$(( $(SOAK_SECONDS) / 3 )) WORKMEM_SOAK_S=$$(( $(SOAK_SECONDS) / 3 )) $(BIN)/python -m pytest -n 0 -s \
+	  tests/soak tests/host/test_processes.py tests/store/test_fragmentation.py \
+	  -k 'lives_and_deaths or storm or take_turns_leave' $(ARGS)
 
 .PHONY: check
 check: $(VENV)/.stamp-test ## Lint, format, types and import contracts

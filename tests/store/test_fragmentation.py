@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import statistics
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -17,6 +19,7 @@ from workmem.testing.pages import SLICED, SMALL, Chain, namespace
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 HEADER = 4 * KIB
 PAGES = [4 * KIB, 64 * KIB, 96 * KIB, 360 * KIB, MIB, 2 * MIB, 5 * MIB, 8 * MIB]
+SOAK_S = float(os.environ.get("SOAK_SECONDS", "0"))
 SIZES = [2 * 4096, 5 * 4096, 17 * 4096, 49 * 4096]
 
 
@@ -62,7 +65,9 @@ def test_the_ledger_is_exact_whatever_comes_and_goes(seed, capacity):
     assert table.used_bytes == 0
 
 
+@pytest.mark.timeout(SOAK_S + 180)
 def test_layouts_that_take_turns_leave_little_of_the_arena_unused(kit):
+    """One arena for all of it: `SOAK_SECONDS` sets for how long at least."""
     layouts = [
         SMALL,
         SLICED,
@@ -72,7 +77,10 @@ def test_layouts_that_take_turns_leave_little_of_the_arena_unused(kit):
     store = kit.open(ssd=0, dram="128MiB")
     chance = random.Random(5)
     unused: list[float] = []
-    for seed in range(220):
+    until = time.monotonic() + SOAK_S
+    for seed in itertools.count():
+        if seed >= 220 and time.monotonic() >= until:
+            break
         layout = chance.choice(layouts)
         # As many bytes of each layout: small pages come in longer chains.
         Chain(

@@ -35,7 +35,6 @@ def test_a_full_disk_costs_the_ssd_tier_and_nothing_else(place: Place) -> None:
             again = ask(url, prompt)
             assert text(again) == first == before.get(prompt, first)
             assert sources(again)["computed"] <= 16, "vram and dram go on serving"
-        assert reading(url, "workmem_store_ssd_write_errors_total") > 0, "the disk did refuse"
     with serving(place) as (url, _):
         for prompt, wanted in before.items():
             assert text(ask(url, prompt)) == wanted

@@ -80,6 +80,16 @@ def against(rows: list[dict[str, Any]], media: dict[str, str]) -> list[dict[str,
     return found
 
 
+def behind(found: list[dict[str, Any]]) -> list[str]:
+    """Every system that ours is not ahead of as measured, with where: one line each, for people."""
+    places: dict[str, list[str]] = {}
+    for entry in found:
+        if entry["ratio"] < 1:
+            where = f"{entry['size'] // KIB} KiB {entry['op']} x{entry['clients']} {entry['ratio']:.2f}"
+            places.setdefault(entry["against"], []).append(where)
+    return [f"{system}: {', '.join(where)}" for system, where in sorted(places.items())]
+
+
 def reaches(rows: list[dict[str, Any]], entries: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Every bound that the store is held to, what was measured, and whether it is met."""
     found: list[dict[str, Any]] = []

@@ -175,8 +175,8 @@ def test_others_are_compared_within_their_medium():
     media = {"workmem dram": "dram", "redis": "dram", "lmdb disk": "ssd"}
     (found,) = store_report.against(rows, media)
     assert (found["against"], found["ratio"], found["levelled"]) == ("redis", 4.0, 6.0)
-    assert bench.behind([found]) == []
-    assert bench.behind([found | {"ratio": 0.5}]) == ["redis: 360 KiB get x1 0.50"]
+    assert store_report.behind([found]) == []
+    assert store_report.behind([found | {"ratio": 0.5}]) == ["redis: 360 KiB get x1 0.50"]
 
 
 def test_the_reach_of_dram_is_a_checked_copy_and_that_of_ssd_the_better_raw_rate():

@@ -260,9 +260,12 @@ class Catalog:
         return self.stamp[row] == stamp
 
     def parent_row(self, row: int) -> int:
-        """Row of the block before, or -1."""
+        """Row of the block before, or -1.
+
+        One that is not less deep is none: of blocks that name each other no order could let any go (E1).
+        """
         found = self.space[row].rows.get(BlockKey(self.parent[row]))
-        return -1 if found is None else found
+        return found if found is not None and self.depth[found] < self.depth[row] else -1
 
     def is_gone(self, row: int) -> bool:
         """No tier holds the block and none is about to."""

@@ -33,6 +33,8 @@ from workmem.store.tiers.page_check import Expected
 from workmem.store.tiers.segments import Extent, Segment
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from workmem.store.tiers.journal_records import Record
 
 
@@ -103,6 +105,7 @@ class SsdIndex:
                 find, parent = space.rows.get, catalog.parent
                 parents = array("i", (find(BlockKey(parent[row]), NO_ROW) for row in rows))
             places = np.fromiter(rows, np.int64, len(rows))
+            parents = self._less_deep(places, parents)
             lengths = np.frombuffer(catalog.length, dtype=np.uint32)[places].astype(np.int64)
             numbers = np.frombuffer(catalog.segment, dtype=np.uint32)[places]
             sizes = array("q", (lengths * ALIGNMENT_BYTES).tobytes())
@@ -117,6 +120,15 @@ class SsdIndex:
                 segment.live_bytes += int(units[number]) * ALIGNMENT_BYTES
             self.live_bytes += int(lengths.sum()) * ALIGNMENT_BYTES
             self.page_count += len(rows)
+
+    def _less_deep(self, rows: NDArray[np.int64], parents: Sequence[int]) -> Sequence[int]:
+        """`parents` without those that `Catalog.parent_row` would not name."""
+        depths, found = np.frombuffer(self._catalog.depth, dtype=np.uint32), np.array(parents, dtype=np.int32)
+        is_false = (found != NO_ROW) & (depths[found] >= depths[rows])
+        if not is_false.any():
+            return parents
+        found[is_false] = NO_ROW
+        return array("i", found.tobytes())
 
     def move(self, page: StoredPage, new: Extent) -> None:
         """Compaction wrote a page again. If it left meanwhile, the new place is dead at once."""

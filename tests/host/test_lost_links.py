@@ -14,6 +14,7 @@ from workmem.store.contract import PageWrite, SaveState
 from workmem.store.host import messages
 from workmem.store.host.client import HostStore
 from workmem.store.host.link import Link
+from workmem.store.host.peer import Peer
 from workmem.store.host.wire import ErrorCode, Kind, Malformed, Refused
 from workmem.testing.pages import SMALL, Chain, namespace, page_bytes, read_all, settle
 from workmem.testing.waiting import wait_until
@@ -154,9 +155,14 @@ def test_links_cut_again_and_again_leave_nothing_behind(host):
         wait_until(lambda: client.is_attached)
     wait_until(lambda: is_all_given_back(server), 10)
     assert set(CHAIN.save(client)) == {SaveState.STORED}
+<<<<<<< HEAD
     found = client.gauges()
     assert found["store_dram_quarantined_bytes"] == 0
     # A link that was cut counts until its thread has seen it.
+=======
+    assert client.gauges()["store_dram_quarantined_bytes"] == 0
+    # The connection that `flush` made has its goodbye on the way.
+>>>>>>> b53ee89 (Wait for threads of sessions that are over when the host's server closes: they were left behind, and the arena goes next)
     wait_until(lambda: client.gauges()["store_host_connections"] == 2)
     client.audit()
 
@@ -357,3 +363,16 @@ def test_a_copy_that_outlives_its_store_says_when_it_is_done(host, monkeypatch):
     writer.let_go.set()
     wait_until(lambda: is_all_given_back(server), 10)
     client._saver.close(10)
+
+
+def test_a_server_that_is_closed_waits_for_threads_whose_session_is_over(host, monkeypatch):
+    """They may still be giving frames back, and the arena goes when the server has."""
+    server = host.serve(ssd=0)
+    link, slow = open_link(host), threading.Event()
+    monkeypatch.setattr(Peer, "close", lambda peer: slow.wait(0.5))
+    reserve(link)
+    link.tell(Kind.GOODBYE, b"")
+    wait_until(lambda: not server._sessions)
+    host.stop()
+    assert not [thread for thread in threading.enumerate() if thread.name == "workmem-host-session"]
+    link.close()

@@ -48,10 +48,12 @@ class HostServer:
         )
         self._sink = sink
         self._lock = threading.Lock()
-        self._sessions: dict[Session, threading.Thread] = {}
+        self._sessions: dict[Session, None] = {}
         self._orphans: list[Session] = []
         """Sessions that have ended while their process lives and has not said that it is done: each holds stranded
         frames."""
+        self._workers: list[threading.Thread] = []
+        """Of the sessions, and of some that have ended: a thread is not over with the session that it takes off the list."""
         self._malformed = 0
         self._served = 0
         self._closing = threading.Event()
@@ -86,10 +88,10 @@ class HostServer:
         except OSError as error:
             log.debug("the listening socket was shut already: %s", error)
         with self._lock:
-            sessions = dict(self._sessions)
+            sessions, workers = list(self._sessions), list(self._workers)
         for session in sessions:
             session.hang_up()
-        for thread in [*sessions.values(), *self._threads]:
+        for thread in [*workers, *self._threads]:
             thread.join(_JOIN_S)
         self._place.close()
 
@@ -136,7 +138,8 @@ class HostServer:
         session = Session(self._hosted, connection, Peer(connection))
         thread = threading.Thread(target=self._run, args=(session,), name="workmem-host-session", daemon=True)
         with self._lock:
-            self._sessions[session] = thread
+            self._sessions[session] = None
+            self._workers = [*filter(threading.Thread.is_alive, self._workers), thread]
             self._served += 1
             # Inside, so that `close` finds no thread that cannot be joined yet.
             thread.start()

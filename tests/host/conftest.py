@@ -38,11 +38,13 @@ class Host:
         self._stores: list[Store] = []
 
     def serve(
-        self, *, dram="2MiB", ssd="16MiB", limits: HostLimits | None = None, **settings: Any
+        self, *, dram="2MiB", dram_path="", ssd="16MiB", limits: HostLimits | None = None, **settings: Any
     ) -> HostServer:
         """A server on a store of its own."""
         tier = SsdConfig(enabled=bool(ssd), path=str(self.folder / "ssd"), bytes=ssd)
-        self._stores.append(Store(StoreConfig(dram=DramConfig(bytes=dram), ssd=tier), self.events.append))
+        self._stores.append(
+            Store(StoreConfig(dram=DramConfig(bytes=dram, path=dram_path), ssd=tier), self.events.append)
+        )
         limits = limits or HostLimits(**settings)
         self._servers.append(HostServer(self._stores[-1], self.socket, limits, self.events.append))
         return self._servers[-1]

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from workmem.core.errors import CapacityError, InvariantError, LeaseError, TransferError
+from workmem.core.errors import CapacityError, ConfigError, InvariantError, LeaseError, TransferError
 from workmem.core.events import BoundReached
 from workmem.core.outcomes import MissReason, TierName
 from workmem.store.contract import PageWrite, SaveState
@@ -271,6 +271,25 @@ def test_a_server_that_stops_and_starts_is_found_again_with_what_ssd_kept(host):
     assert CHAIN.tiers(client) == (TierName.SSD,) * 8
     assert read_all(client, CHAIN.root, CHAIN.keys) == 8
     assert client.gauges()["store_client_reconnects_total"] == 1
+
+
+def test_an_arena_in_a_file_is_free_for_the_next_server_while_clients_of_the_last_live(host):
+    """The lock on it goes along with their mappings. Who still reads there keeps it from being written to."""
+    arena = str(host.folder / "arena")
+    host.serve(dram_path=arena, ssd=0)
+    client = host.client()
+    CHAIN.save(client)
+    host.stop()
+    host.serve(dram_path=arena, ssd=0)
+    wait_until(lambda: client.is_attached)
+    assert set(CHAIN.save(client)) == {SaveState.STORED}
+    lease = client.lease(CHAIN.root, CHAIN.keys, owner="reader", ttl_s=60)
+    host.stop()
+    with pytest.raises(ConfigError, match="a client of one that has ended"):
+        host.serve(dram_path=arena, ssd=0)
+    del lease
+    host.serve(dram_path=arena, ssd=0)
+    wait_until(lambda: client.is_attached)
 
 
 def test_a_server_that_does_not_answer_is_waited_for_once(host, monkeypatch):

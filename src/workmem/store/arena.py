@@ -11,6 +11,7 @@ import fcntl
 import mmap
 import os
 import stat
+import time
 from pathlib import Path
 
 from workmem.core.errors import ConfigError
@@ -19,6 +20,8 @@ ALIGNMENT_BYTES = 4096
 """Of every frame, and of every place on ssd: what O_DIRECT and the MMU both want."""
 _WARM_STEP_BYTES = 2 * 2**20
 _MADV_POPULATE_WRITE = 23
+_LOCK_WAIT_S = 2.0
+_LOCK_PAUSE_S = 0.02
 
 
 def align(count: int) -> int:
@@ -102,6 +105,24 @@ class Arena:
             return
 
 
+def _is_locked(fd: int) -> bool:
+    """Whether the file is this store's alone. Two owners would write each other's frames.
+
+    The lock goes along with every mapping, those of clients included. When their server is killed they let go
+    by themselves, moments later.
+    """
+    until = time.monotonic() + _LOCK_WAIT_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            if time.monotonic() >= until:
+                return False
+            time.sleep(_LOCK_PAUSE_S)
+        else:
+            return True
+
+
 def _open_backing(path: str) -> int:
     if not path:
         return os.memfd_create("workmem-arena", os.MFD_CLOEXEC)
@@ -113,14 +134,12 @@ def _open_backing(path: str) -> int:
     if os.fstat(fd).st_uid != os.geteuid():
         os.close(fd)
         raise ConfigError(f"$.store.dram.path: {target} belongs to another user; name another")
-    try:
-        # Two owners of one file would write each other's frames.
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    if not _is_locked(fd):
         os.close(fd)
         raise ConfigError(
-            f"$.store.dram.path: {target} is in use by another process; name another"
-        ) from error
+            f"$.store.dram.path: {target} is in use by another process: by a store, or by a client of one that has "
+            "ended, which holds pages in it or stands still; end that, or name another"
+        )
     if stat.S_ISREG(os.fstat(fd).st_mode):
         # A file that was there may be open to all, and prompts are about to lie in it.
         os.fchmod(fd, 0o600)

@@ -28,11 +28,23 @@ class SaveQueue:
         self._waiting = 0
         self._busy = False
         self._closed = False
+        self._is_nudged = False
 
     @property
     def depth(self) -> int:
         """Pages waiting to be copied."""
         return self._waiting
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing is taken in any more."""
+        return self._closed
+
+    def nudge(self) -> None:
+        """Have `take` return without pages once there are none, for its caller to look up."""
+        with self._wake:
+            self._is_nudged = True
+            self._wake.notify_all()
 
     def put(self, space: Space, pages: Sequence[PageWrite]) -> None:
         """Queue pages; those past the bound are told DROPPED."""
@@ -56,7 +68,7 @@ class SaveQueue:
         """The next pages of one namespace and workflow, at most `together`; waits for one.
 
         Whoever takes them tells them how they ended before the next call. Without a namespace they were
-        refused; no pages at all is the end.
+        refused; no pages at all is the end, or a nudge where the queue is not closed.
         """
         queue = self._queue
         with self._wake:
@@ -64,7 +76,8 @@ class SaveQueue:
                 self._busy = False
                 self._wake.notify_all()
             while not queue:
-                if self._closed:
+                if self._closed or self._is_nudged:
+                    self._is_nudged = False
                     return None, []
                 self._wake.wait()
             space = queue[0][0]

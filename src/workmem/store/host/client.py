@@ -75,8 +75,9 @@ class HostStore(RemoteSteering):
         if first is not None and of_folder is not None and not _is_of(first, of_folder):
             first.close()
             raise TransferError(f"the store served at {path} has another folder than {of_folder}")
+        # Before the keeper, whose thread may have something to tell it at once.
+        self._saver = HostSaver(self._writing_link, self._is_out_of, sink, save_queue_pages)
         self._keeper = Keeper(self._reading_link, first, self._heard)
-        self._saver = HostSaver(self._writing_link, self._keeper.finish, sink, save_queue_pages)
 
     def __enter__(self) -> Self:
         return self
@@ -296,6 +297,9 @@ class HostStore(RemoteSteering):
             raise Disconnected(f"no server at {self._path}")
         return self._open_link(writes=True)
 
+    def _is_out_of(self, link: Link) -> None:
+        self._keeper.finish(link)
+
     @contextmanager
     def _apart(self, call_s: float) -> Generator[Link]:
         """A connection of its own, for what takes its time: lookups must not wait behind it."""
@@ -312,6 +316,8 @@ class HostStore(RemoteSteering):
         return Link(self._path, namespaces, call_s=self._call_s, writes=writes)
 
     def _heard(self, why: str) -> None:
+        if why:
+            self._saver.let_go()
         state, reason = ("error", why) if why else ("ok", "attached again")
         self._sink(TierStateChanged(tier=TierName.DRAM, state=state, reason=f"{self._path}: {reason}"))
 

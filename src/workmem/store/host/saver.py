@@ -62,6 +62,13 @@ class HostSaver:
         """See `SaveQueue.drain`."""
         return self._queue.drain(timeout_s)
 
+    def let_go(self) -> None:
+        """The server is gone, or was: between two batches, give the connection up, and the arena with it.
+
+        A file that is an arena is locked for as long as anybody has it mapped: its next owner waits for that.
+        """
+        self._queue.nudge()
+
     def close(self, timeout_s: float) -> bool:
         """Drop what still waits, telling each; end the thread. False if a page's copy never returns."""
         self._queue.close()
@@ -72,7 +79,10 @@ class HostSaver:
         while True:
             space, pages = self._queue.take(self._together)
             if not pages:
-                break
+                if self._queue.is_closed:
+                    break
+                self._give_link_up()
+                continue
             told: list[PageWrite] = []
             try:
                 if space is not None:

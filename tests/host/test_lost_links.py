@@ -10,6 +10,7 @@ import pytest
 import xxhash
 
 from workmem.core.errors import LeaseError, TransferError
+from workmem.core.outcomes import MissReason, TierName
 from workmem.store.contract import PageWrite, SaveState
 from workmem.store.host import messages
 from workmem.store.host.client import HostStore
@@ -137,6 +138,28 @@ def test_a_reader_stopped_inside_finds_out_and_holds_no_frame(host):
     assert (held(server), stranded(server)) == (0, 0)
     wait_until(lambda: client.is_attached)
     client.audit()
+
+
+def test_a_reader_in_place_sees_a_cut_link_before_its_keeper_does(host, monkeypatch):
+    """Whichever of its pages have become another's by then, and whichever it looks at."""
+    server = host.serve(ssd=0)
+    client = host.client()
+    CHAIN.save(client)
+    lease = client.lease(CHAIN.root, CHAIN.keys, owner="reader", ttl_s=60)
+    assert lease.is_current(7)
+    link = client._keeper.link
+    with monkeypatch.context() as held_up:
+        held_up.setattr(link, "lose", lambda: None)
+        for session in reading_sessions(server):
+            session.hang_up()
+        wait_until(lambda: server._census()["store_host_leases"] == 0)
+        state, space = host.store.pool.state, host.store.pool.space(CHAIN.root)
+        with state.outbox:
+            state.quarantine(space.rows[CHAIN.keys[3]], TierName.DRAM, MissReason.CORRUPT)
+        assert lease.page(7)
+        assert not lease.is_current(7)
+    link.lose()
+    lease.release()
 
 
 def test_links_cut_again_and_again_leave_nothing_behind(host):

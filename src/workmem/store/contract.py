@@ -111,6 +111,10 @@ class Lease(Protocol):
         """xxh3-64 of each slice of page `index`; compare on your own copy, then use it (R3, R6)."""
         ...
 
+    def is_current(self, index: int) -> bool:
+        """Whether page `index` is held, and the hold has lasted: to be asked after a read in place (R3)."""
+        ...
+
     def quarantine(self, index: int) -> None:
         """The caller found page `index` corrupt: every copy of it leaves service."""
         ...

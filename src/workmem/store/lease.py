@@ -112,6 +112,10 @@ class PageLease:
         with self._header(index) as header:
             return tokens_of(header, self._layout)
 
+    def is_current(self, index: int) -> bool:
+        """See `Lease.is_current`."""
+        return not (self.ended or self.released) and 0 <= index < self.ready
+
     def quarantine(self, index: int) -> None:
         """See `Lease.quarantine`."""
         self._table.quarantine(self._frame(index), MissReason.CORRUPT)

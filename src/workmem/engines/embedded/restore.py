@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import xxhash
 
-from workmem.core.errors import CapacityError, EngineError, LeaseError
+from workmem.core.errors import CapacityError, EngineError
 from workmem.core.keys import BlockKey
 from workmem.core.outcomes import MissReason
 from workmem.engines.embedded.block_pool import BlockPool
@@ -186,12 +186,8 @@ class Restorer:
         A store of its own process never takes a hold back; that of the host does, from a process that stood
         still for too long.
         """
-        try:
-            for lease, index in {id(lease): (lease, index) for lease, index in seq.spilled}.values():
-                lease.page(index)
-        except LeaseError:
-            return False
-        return True
+        leases = {id(lease): (lease, index) for lease, index in seq.spilled}
+        return all(lease.is_current(index) for lease, index in leases.values())
 
     def settle(self, seq: Sequence) -> int | None:
         """After the step that used a load, or one that ended short before: give the lease back.

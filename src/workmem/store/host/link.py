@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import threading
 import time
@@ -22,6 +23,8 @@ from workmem.store.host.place import connect
 from workmem.store.host.wire import Kind, Malformed
 
 _TAGS = 1 << 16
+_DEAD_WAIT_S = 0.2
+"""A killed server is known dead within moments of its connection's end."""
 
 
 class Link:
@@ -69,6 +72,21 @@ class Link:
     def server_is_dead(self) -> bool:
         """Whether the server's process is known to have ended: nobody changes its arena any more."""
         return self._server.is_dead()
+
+    def has_hung_up(self) -> bool:
+        """Whether the server ended the connection and lives, be that noticed or not.
+
+        It hangs up before it takes leased pages back: who has read them and then finds it there has read what it held.
+        """
+        poll = select.poll()
+        try:
+            poll.register(self._channel.socket, select.POLLRDHUP)
+        except ValueError:
+            pass  # Closed by now.
+        else:
+            if not poll.poll(0) and self.lost_at is None:
+                return False
+        return not self._server.is_dead(_DEAD_WAIT_S)
 
     def ask(self, kind: Kind, body: bytes = b"") -> memoryview:
         """The reply to a request, as a copy. Raises Disconnected or Refused."""

@@ -186,6 +186,8 @@ class Session:
                 raise Disconnected(f"cannot send: {error}") from error
 
     def _end(self) -> None:
+        # First: who reads in place looks at the connection afterwards, and not at every page (see Link.has_hung_up).
+        self._channel.shut()
         for lease in self._leases.values():
             lease.release()
         self._leases.clear()

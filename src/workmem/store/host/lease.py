@@ -121,8 +121,6 @@ class HostLease:
         self._held(index)
         return stated
 
-<<<<<<< HEAD
-=======
     def is_current(self, index: int) -> bool:
         """See `Lease.is_current`. Of all pages of the lease: what ends it early is that the server hangs up."""
         try:
@@ -131,7 +129,6 @@ class HostLease:
             return False
         return not link.has_hung_up()
 
->>>>>>> 20611da (Look at the connection after a read in place: one page of a lease told nothing of the others once the server had hung up)
     def quarantine(self, index: int) -> None:
         """See `Lease.quarantine`. Counts only while the page is held: a stale copy proves nothing."""
         link, _ = self._held(index)

@@ -154,6 +154,25 @@ def test_a_frame_that_got_another_page_is_told_from_the_one_leased(host):
     assert host.store.gauges()["store_quarantines_total"] == 0
 
 
+def test_a_frame_that_is_being_filled_is_not_the_page_it_held(host):
+    """Its header still has the old key: only the generation tells."""
+    host.serve(ssd=0)
+    client = host.client()
+    CHAIN.save(client)
+    lease = client.lease(CHAIN.root, CHAIN.keys, owner="reader", ttl_s=60)
+    host.store.pool.leases.end_leases()
+    state, space = host.store.pool.state, host.store.pool.space(CHAIN.root)
+    with state.outbox:
+        frame = state.frames.reuse(state._evict(space.rows[CHAIN.keys[7]]))
+        state.start_filling(frame, space)
+    assert not lease.is_current(7)
+    with pytest.raises(LeaseError, match="stale"):
+        lease.page(7)
+    with state.outbox:
+        state.wipe(frame)
+    lease.release()
+
+
 def test_a_header_that_is_not_that_of_the_reserved_block_is_not_committed(host, monkeypatch):
     host.serve(ssd=0)
     client = host.client()

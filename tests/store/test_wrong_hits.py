@@ -456,7 +456,6 @@ def test_a_clock_set_forward_ends_leases_and_their_pages_serve_the_next(kit, han
         lease.checksums,
         lease.tokens,
         lease.page_address,
-        lease.generation,
         lease.quarantine,
     ):
         with pytest.raises(LeaseError):

@@ -84,7 +84,7 @@ def measure(
     lease = store.lease(chain.root, keys, owner=OWNER, ttl_s=TTL_S)
     assert lease.ready == blocks
     lease.release()
-    answered = PREFIX.size + 25 + 17 * blocks
+    answered = PREFIX.size + 25 + 16 * blocks
     request = SIZES.pack(asked, answered) + bytes(asked - SIZES.size)
     buffer = memoryview(bytearray(answered))
     echoes: list[float] = []

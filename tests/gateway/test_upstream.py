@@ -226,7 +226,20 @@ def test_rank_without_a_session_takes_the_least_busy_of_the_model():
     servers[0].in_flight, servers[1].in_flight = 2, 1
     servers[2].models = {"other": {}}
     servers[0].models = servers[1].models = {"m": {}}
+    for server in servers:
+        server.has_listed = True
     assert rank(servers, model="m", affinity="", now=0) == [servers[1], servers[0]]
+
+
+def test_rank_keeps_the_place_of_a_server_whose_list_is_on_its_way():
+    servers = [UpstreamServer(f"http://h{i}") for i in range(5)]
+    for server in servers[1:]:
+        server.models, server.has_listed = {"m": {}}, True
+    before = [rank(servers, model="m", affinity=str(key), now=0) for key in range(50)]
+    assert {order[0] for order in before} == set(servers)
+    assert rank(servers, model="m", affinity="", now=0)[-1] is servers[0]
+    servers[0].models, servers[0].has_listed = {"m": {}}, True
+    assert before == [rank(servers, model="m", affinity=str(key), now=0) for key in range(50)]
 
 
 def test_a_model_that_nobody_lists_is_asked_of_those_without_a_list_or_of_a_lone_server():

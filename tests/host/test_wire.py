@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from workmem.core.keys import BlockKey
 from workmem.core.outcomes import MissReason, TierName
 from workmem.store.contract import BlockId, SaveState
-from workmem.store.host import messages, steering, wire
+from workmem.store.host import messages, steering, upkeep_messages, wire
 from workmem.store.host.client import HostStore
 from workmem.store.host.wire import PREFIX, ErrorCode, Kind, Malformed, Refused
 from workmem.store.selector import PurgeSelector
@@ -97,8 +97,8 @@ def bodies() -> dict[Kind, bytes]:
         Kind.FLUSH: messages.pack_seconds(0.0),
         Kind.GAUGES: b"",
         Kind.AUDIT: b"",
-        Kind.PURGE: messages.pack_purge(PurgeSelector(tenant="nobody"), is_rehearsal=True),
-        Kind.SCRUB: messages.pack_scrub(2**30),
+        Kind.PURGE: upkeep_messages.pack_purge(PurgeSelector(tenant="nobody"), is_rehearsal=True),
+        Kind.SCRUB: upkeep_messages.pack_scrub(2**30),
         Kind.PIN: steering.pack_said(steering.PinHead(CHAIN.root, "owner", "pin", 0.1), CHAIN.keys),
         Kind.UNPIN: steering.pack_said(steering.UnpinHead("owner", "pin")),
         Kind.ANNOUNCE: steering.pack_said(steering.AnnounceHead(CHAIN.root, 1), CHAIN.keys),

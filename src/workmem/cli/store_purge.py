@@ -62,8 +62,11 @@ def _purge(store: HostStore | Store, chosen: PurgeSelector, where: str, *, yes: 
     if not found.blocks:
         # Of one whose blocks have all been evicted the journal may still have the name.
         store.purge(chosen)
-        store.flush(_GONE_S)
         console_out().print(f"nothing to purge: no namespace with blocks in {where} fits", soft_wrap=True)
+        if not store.flush(_GONE_S):
+            console_out().print(
+                "[yellow]names of such without blocks are still being taken out of the journal[/]"
+            )
         return
     if not yes:
         _ask(f"Purge {_said(found)} from {where}?")

@@ -13,8 +13,8 @@ from workmem.config import host_socket, load
 from workmem.core.errors import ConfigError, IntegrityError
 from workmem.core.units import format_bytes, parse_bytes
 from workmem.store.host.client import HostStore
-from workmem.store.host.messages import Scrubbed
 from workmem.store.host.place import is_served
+from workmem.store.host.upkeep_messages import Scrubbed
 
 
 def scrub(

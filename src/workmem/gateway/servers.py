@@ -27,7 +27,7 @@ class UpstreamServer:
 
     @property
     def is_unknown(self) -> bool:
-        """Whether its first list is still on its way: to rank without it would move its sessions elsewhere."""
+        """Whether its first list is still on its way."""
         return not self.has_listed and not self.last_error
 
     def is_down(self, now: float) -> bool:
@@ -45,15 +45,18 @@ class UpstreamServer:
 def rank(servers: Iterable[UpstreamServer], *, model: str, affinity: str, now: float) -> list[UpstreamServer]:
     """The servers to try, best first: those of the model, the session's own, least busy without one.
 
-    Servers that were just unreachable come last instead of never: all may be. A model that no list names is
-    asked of the servers that gave no list yet. With none of those it is asked of a lone server, and of several
+    Servers that were just unreachable come last instead of never: all may be. One whose list is still on its way
+    counts, or its sessions would move elsewhere: wait for the list where it is first. A model that no list names is
+    asked of the servers that could not give one. With none of those it is asked of a lone server, and of several
     of none: some answer to any name, with a model that was not asked for.
     """
     everyone = list(servers)
-    serving = [server for server in everyone if not model or model in server.models]
+    serving = [server for server in everyone if not model or model in server.models or server.is_unknown]
     if not serving:
         serving = [server for server in everyone if not server.has_listed or len(everyone) == 1]
-    return sorted(serving, key=lambda one: (one.is_down(now), -one.weight(affinity), one.in_flight))
+    return sorted(
+        serving, key=lambda one: (one.is_down(now), -one.weight(affinity), one.is_unknown, one.in_flight)
+    )
 
 
 def merged_models(servers: Iterable[UpstreamServer]) -> dict[str, dict[str, Any]]:

@@ -87,12 +87,11 @@ class Upstream:
         caller = with_session(
             identify(headers, raw, tenant=exchange.tenant), self.sessions, str(model), history_of(raw)
         )
-        if any(server.is_unknown for server in self.servers) or (
-            model and model not in merged_models(self.servers)
-        ):
-            await self._refresh(unless_asked_s=1.0)
         affinity = f"{caller.tenant}\0{caller.session}" if caller.session else ""
         order = rank(self.servers, model=str(model), affinity=affinity, now=time.monotonic())
+        if model and not (order and model in order[0].models):
+            await self._refresh(unless_asked_s=1.0)
+            order = rank(self.servers, model=str(model), affinity=affinity, now=time.monotonic())
         if not order:
             raise _no_such_model(str(model), merged_models(self.servers))
         outgoing = self._outgoing_headers(exchange, headers, caller)

@@ -15,7 +15,7 @@ from workmem.core.events import BlockAdmitted, BlockEvicted, BlockQuarantined, B
 from workmem.core.keys import BlockKey
 from workmem.core.outcomes import MissReason, TierName
 from workmem.policy.choose import EvictionName, make_order
-from workmem.policy.ghosts import REGRET_REACH, Ghost, ghosts_of
+from workmem.policy.ghosts import Ghost, ghosts_of
 from workmem.policy.order import NO_ROW, EvictionOrder, Loss, Prospect
 from workmem.policy.quotas import Quota
 from workmem.store.arena import Arena
@@ -24,7 +24,7 @@ from workmem.store.catalog import IS_BACK, NO_SEGMENT, Catalog, Space
 from workmem.store.charges import Charges
 from workmem.store.frames import NO_OWNER, Frame, FrameState, FrameTable
 from workmem.store.outbox import Outbox
-from workmem.store.shares import TierShares
+from workmem.store.shares import TierShares, note_missed
 from workmem.store.tiers.page_header import GENERATION_BYTES, blank, tokens_of
 
 
@@ -151,16 +151,8 @@ class Residents:
         self._charges.give_up(self.shares, frame)
 
     def missed(self, key: BlockKey, ghost: Ghost | None, group: str) -> None:
-        """A frame was taken for a block that was not here, of which the ghosts said `ghost` before that.
-
-        Not before the frame is there: who waits for room asks more than once.
-        """
-        self.ghosts.count(key, ghost)
-        if ghost is not None and ghost.size <= REGRET_REACH:
-            if self.shares is None:
-                self.order.regret(ghost.bytes, was_used=ghost.was_used)
-            else:
-                self.shares.order.regret(ghost.bytes, was_used=ghost.was_used, group=group)
+        """A frame was taken for a block that was not here, see `note_missed`."""
+        note_missed(self.ghosts, ghost, key, self.order, group)
 
     def _bytes_of(self, row: int) -> int:
         frame = self.catalog.frame[row]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from workmem.policy.ghosts import REGRET_REACH, Ghost, Ghosts
 from workmem.policy.grouped import GroupedOrder
 from workmem.policy.order import NO_ROW, EvictionOrder
 from workmem.policy.quotas import NO_QUOTA, Quota, QuotaLedger
@@ -115,3 +116,19 @@ def _drained(order: EvictionOrder) -> Iterable[int]:
     while (row := order.pick(lambda _: False)) != NO_ROW:
         order.remove(row)
         yield row
+
+
+def note_missed(
+    ghosts: Ghosts, ghost: Ghost | None, key: bytes, order: EvictionOrder | GroupedOrder, group: str
+) -> None:
+    """A block that a tier did not have has room there now; `ghost` is what `Ghosts.find` said before that.
+
+    Once for each that comes: who waits for room asks more than once. `group` is the one it counts for, under quotas.
+    """
+    ghosts.count(key, ghost)
+    if ghost is None or ghost.size > REGRET_REACH:
+        return
+    if isinstance(order, GroupedOrder):
+        order.regret(ghost.bytes, was_used=ghost.was_used, group=group)
+    else:
+        order.regret(ghost.bytes, was_used=ghost.was_used)

@@ -20,13 +20,13 @@ from workmem.core.events import BlockAdmitted, BlockEvicted, BoundReached
 from workmem.core.keys import BlockKey
 from workmem.core.outcomes import MissReason, TierName
 from workmem.policy.choose import EvictionName, make_order
-from workmem.policy.ghosts import REGRET_REACH, ghosts_of
+from workmem.policy.ghosts import ghosts_of
 from workmem.policy.order import NO_ROW, EvictionOrder, Loss, Prospect
 from workmem.policy.quotas import Quota
 from workmem.store.arena import ALIGNMENT_BYTES
 from workmem.store.catalog import IS_BACK, IS_COUNTED, NO_SEGMENT, Space
 from workmem.store.residents import Residents
-from workmem.store.shares import TierShares
+from workmem.store.shares import TierShares, note_missed
 from workmem.store.ssd_strikes import Strikes
 from workmem.store.tiers.entries import snapshot
 from workmem.store.tiers.page_check import Expected
@@ -195,19 +195,15 @@ class SsdIndex:
 
     def begin_write(self, row: int, stamp: int, size: int) -> bool:
         """Whether the quotas have room for a page, which its group makes (Q1). The lock is held by the caller."""
-        key, shares = self._catalog.key[row], self.shares
+        key = self._catalog.key[row]
         ghost = self.ghosts.find(key)
         if not self._has_room(row, stamp, size):
             return False
         if self._catalog.is_unwritten[row] & IS_COUNTED:
             return True
         self._catalog.is_unwritten[row] |= IS_COUNTED
-        self.ghosts.count(key, ghost)
-        if ghost is not None and ghost.size <= REGRET_REACH:
-            if shares is None:
-                self.order.regret(ghost.bytes, was_used=ghost.was_used)
-            else:
-                shares.order.regret(ghost.bytes, was_used=ghost.was_used, group=shares.group_of(row))
+        group = "" if self.shares is None else self.shares.group_of(row)
+        note_missed(self.ghosts, ghost, key, self.order, group)
         return True
 
     def _has_room(self, row: int, stamp: int, size: int) -> bool:

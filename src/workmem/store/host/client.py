@@ -24,7 +24,7 @@ from workmem.core.layout import Namespace
 from workmem.core.outcomes import Lookup, MissReason, TierName
 from workmem.store.catalog import Space
 from workmem.store.contract import PageWrite
-from workmem.store.host import messages
+from workmem.store.host import messages, upkeep_messages
 from workmem.store.host.channel import Disconnected
 from workmem.store.host.keeper import Keeper
 from workmem.store.host.lease import HostLease
@@ -208,18 +208,18 @@ class HostStore(RemoteSteering):
     def purge(self, chosen: PurgeSelector) -> Purged:
         """See `KVStore.purge`. Blocks while blocks are taken out. Raises TransferError without a server."""
         with self._apart(PURGE_S) as link:
-            return messages.unpack_purged(
-                link.ask(Kind.PURGE, messages.pack_purge(chosen, is_rehearsal=False))
+            return upkeep_messages.unpack_purged(
+                link.ask(Kind.PURGE, upkeep_messages.pack_purge(chosen, is_rehearsal=False))
             )
 
     def survey(self, chosen: PurgeSelector) -> Purged:
         """What `purge` would take out now. Raises TransferError without a server."""
         with self._apart(PURGE_S) as link:
-            return messages.unpack_purged(
-                link.ask(Kind.PURGE, messages.pack_purge(chosen, is_rehearsal=True))
+            return upkeep_messages.unpack_purged(
+                link.ask(Kind.PURGE, upkeep_messages.pack_purge(chosen, is_rehearsal=True))
             )
 
-    def scrub(self, bytes_per_s: int) -> Generator[messages.Scrubbed]:
+    def scrub(self, bytes_per_s: int) -> Generator[upkeep_messages.Scrubbed]:
         """Have the server read and check every page on its ssd, at most so fast; yields how far it is.
 
         Damaged pages leave service. It ends early where the generator is closed. Raises TransferError without
@@ -227,7 +227,9 @@ class HostStore(RemoteSteering):
         """
         with self._apart(SCRUB_CALL_S) as link:
             while True:
-                done = messages.unpack_scrubbed(link.ask(Kind.SCRUB, messages.pack_scrub(bytes_per_s)))
+                done = upkeep_messages.unpack_scrubbed(
+                    link.ask(Kind.SCRUB, upkeep_messages.pack_scrub(bytes_per_s))
+                )
                 yield done
                 if done.has_ended:
                     return

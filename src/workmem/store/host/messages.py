@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from workmem.core.errors import ConfigError
 from workmem.core.keys import KEY_BYTES, BlockKey
 from workmem.core.outcomes import MissReason, TierName
 from workmem.store.contract import BlockId, SaveState
@@ -34,7 +33,6 @@ from workmem.store.host.wire import (
     Malformed,
     Refused,
 )
-from workmem.store.selector import Purged, PurgeSelector
 
 T = TypeVar("T")
 FolderIdentity = tuple[int, int]
@@ -53,8 +51,6 @@ _SECONDS = struct.Struct("<d")
 _QUARANTINE = struct.Struct("<QI")
 _BLOCK = struct.Struct(f"<{KEY_BYTES}s{KEY_BYTES}sI")
 _RESERVED = struct.Struct("<QdI")
-_RATE = struct.Struct("<Q")
-_SCRUBBED = struct.Struct("<BQQQQ")
 _SETTLED = struct.Struct("<QIB")
 _SETTLED_NOW = struct.Struct("<IBB")
 
@@ -96,17 +92,6 @@ class Reserved(msgspec.Struct, frozen=True):
     offsets: tuple[int, ...]
 
 
-class Scrubbed(msgspec.Struct, frozen=True):
-    """How far a scrub is."""
-
-    has_ended: bool = False
-    pages: int = 0
-    bytes: int = 0
-    damaged: int = 0
-    """Pages that were not what was written; they have left service."""
-    unreadable: int = 0
-
-
 def pack_hello(pid: int) -> bytes:
     """Body of HELLO."""
     return _HELLO.pack(MAGIC, VERSION, pid)
@@ -139,7 +124,7 @@ def pack_welcome(welcome: Welcome) -> bytes:
 
 def unpack_welcome(body: memoryview) -> Welcome:
     """The reply to HELLO."""
-    magic, version, *rest = _fields(_WELCOME, body)
+    magic, version, *rest = fields(_WELCOME, body)
     if magic != MAGIC or version != VERSION:
         raise Malformed(f"a welcome of {magic!r} version {version}")
     *rest, device, inode = rest
@@ -169,7 +154,7 @@ def pack_registered(root: bytes, capacity_bytes: int) -> bytes:
 
 def unpack_registered(body: memoryview) -> tuple[bytes, int]:
     """(root, bytes of dram a single lease could hold)."""
-    root, capacity = _fields(_REGISTERED, body)
+    root, capacity = fields(_REGISTERED, body)
     return root, capacity
 
 
@@ -293,7 +278,7 @@ def pack_quarantine(lease: int, index: int) -> bytes:
 
 def unpack_quarantine(body: memoryview) -> tuple[int, int]:
     """(lease id, page index) of a QUARANTINE."""
-    lease, index = _fields(_QUARANTINE, body)
+    lease, index = fields(_QUARANTINE, body)
     return lease, index
 
 
@@ -372,57 +357,10 @@ def pack_seconds(seconds: float) -> bytes:
 
 def unpack_seconds(body: memoryview) -> float:
     """A duration."""
-    (seconds,) = _fields(_SECONDS, body)
+    (seconds,) = fields(_SECONDS, body)
     if not 0 <= seconds < 1e9:
         raise Malformed(f"a duration of {seconds} s")
     return seconds
-
-
-def pack_purge(selector: PurgeSelector, *, is_rehearsal: bool) -> bytes:
-    """Body of PURGE. A rehearsal only counts what would go. The reply is a `Purged` as JSON."""
-    return bytes([is_rehearsal]) + msgspec.json.encode(selector)
-
-
-def unpack_purge(body: memoryview) -> tuple[PurgeSelector, bool]:
-    """(selector, whether it only counts) of a PURGE."""
-    if not len(body) or body[0] > 1:
-        raise Malformed("a purge that does not say whether it is a rehearsal")
-    try:
-        return msgspec.json.decode(body[1:], type=PurgeSelector), bool(body[0])
-    except (msgspec.DecodeError, UnicodeDecodeError, ConfigError) as error:
-        raise Malformed(f"a purge of what cannot be chosen: {error}") from error
-
-
-def unpack_purged(body: memoryview) -> Purged:
-    """What a PURGE took out, or would."""
-    try:
-        return msgspec.json.decode(body, type=Purged)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Malformed(f"a purge's reply that is none: {error}") from error
-
-
-def pack_scrub(bytes_per_s: int) -> bytes:
-    """Body of SCRUB."""
-    return _RATE.pack(bytes_per_s)
-
-
-def unpack_scrub(body: memoryview) -> int:
-    """Bytes a second to read at most."""
-    (rate,) = _fields(_RATE, body)
-    if not rate:
-        raise Malformed("a scrub that reads nothing")
-    return rate
-
-
-def pack_scrubbed(scrubbed: Scrubbed) -> bytes:
-    """Body of the reply to SCRUB."""
-    return _SCRUBBED.pack(*msgspec.structs.astuple(scrubbed))
-
-
-def unpack_scrubbed(body: memoryview) -> Scrubbed:
-    """How far a scrub is."""
-    has_ended, *counts = _fields(_SCRUBBED, body)
-    return Scrubbed(bool(has_ended), *counts)
 
 
 def pack_settled(lease: int, ready: int, failed: MissReason | None) -> bytes:
@@ -432,7 +370,7 @@ def pack_settled(lease: int, ready: int, failed: MissReason | None) -> bytes:
 
 def unpack_settled(body: memoryview) -> tuple[int, int, MissReason | None]:
     """(lease id, pages ready, why the next cannot arrive) of a SETTLED."""
-    lease, ready, failed = _fields(_SETTLED, body)
+    lease, ready, failed = fields(_SETTLED, body)
     return lease, ready, _code(REASONS, failed)
 
 
@@ -455,7 +393,8 @@ def _keys_of(count: int) -> struct.Struct:
     return struct.Struct(f"{KEY_BYTES}s" * count)
 
 
-def _fields(form: struct.Struct, body: memoryview) -> tuple[Any, ...]:
+def fields(form: struct.Struct, body: memoryview) -> tuple[Any, ...]:
+    """The fields of a body that is of one form."""
     if len(body) != form.size:
         raise Malformed(f"a body of {len(body)} bytes where {form.size} belong")
     return form.unpack(body)

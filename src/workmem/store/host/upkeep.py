@@ -11,7 +11,7 @@ from collections.abc import Callable
 import msgspec
 
 from workmem.core.errors import InvariantError
-from workmem.store.host import messages
+from workmem.store.host import messages, upkeep_messages
 from workmem.store.host.wire import ErrorCode, Kind, Refused
 from workmem.store.scrubber import Scrubber
 from workmem.store.ssd_index import StoredPage
@@ -54,13 +54,13 @@ class Upkeep:
         return b""
 
     def _purge(self, body: memoryview) -> bytes:
-        selector, is_rehearsal = messages.unpack_purge(body)
+        selector, is_rehearsal = upkeep_messages.unpack_purge(body)
         taken = self._store.survey(selector) if is_rehearsal else self._store.purge(selector)
         return msgspec.json.encode(taken)
 
     def _scrub(self, body: memoryview) -> bytes:
         """A slice of a pass, which begins with the first; the client who hangs up ends it."""
-        bytes_per_s = messages.unpack_scrub(body)
+        bytes_per_s = upkeep_messages.unpack_scrub(body)
         scrubber = self._scrubber or self._store.scrub(bytes_per_s)
         if scrubber is None:
             raise Refused("the store has no ssd tier to scrub", ErrorCode.UNAVAILABLE)
@@ -75,6 +75,6 @@ class Upkeep:
         counts, has_ended = scrubber.counts, scrubber.has_ended
         if has_ended:
             self._scrubber = None
-        return messages.pack_scrubbed(
-            messages.Scrubbed(has_ended, counts.pages, counts.bytes, counts.damaged, counts.unreadable)
+        return upkeep_messages.pack_scrubbed(
+            upkeep_messages.Scrubbed(has_ended, counts.pages, counts.bytes, counts.damaged, counts.unreadable)
         )

@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
-import platform
 import socket
 import statistics
 import struct
@@ -23,7 +21,8 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from workmem import __version__
+from harness import environment
+
 from workmem.store.config import DramConfig, SsdConfig, StoreConfig
 from workmem.store.host import messages
 from workmem.store.host.client import HostStore
@@ -121,6 +120,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5000)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    machine = environment()
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         ours, theirs = context.Pipe()
@@ -138,9 +138,7 @@ def main() -> None:
         server.join()
     result = {
         "bench": "host_latency",
-        "workmem": __version__,
-        "python": platform.python_version(),
-        "cpus": os.cpu_count(),
+        "machine": machine,
         "found": found,
     }
     text = json.dumps(result, indent=2)

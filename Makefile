@@ -22,6 +22,8 @@ UPSTREAM_LLAMA_PYTHON ?=
 BIN := $(VENV)/bin
 # Without --no-compile pip would compile 15,000 files, of which some 2,000 are ever imported: a minute and a half.
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check --no-input install --no-compile
+# They are compiled as they are first imported, then: a shell that forbids to keep that would pay at each start, 10 s.
+unexport PYTHONDONTWRITEBYTECODE
 STEP = @printf '\n\033[1m==> %s\033[0m\n'
 
 .PHONY: help

@@ -139,7 +139,7 @@ def main() -> None:
     result = {
         "bench": "host_latency",
         "machine": machine,
-        "found": found,
+        "rows": found,
     }
     text = json.dumps(result, indent=2)
     print(text)

@@ -21,6 +21,7 @@ import msgspec
 from workmem.core.errors import ConfigError
 from workmem.core.units import parse_bytes
 from workmem.engines.embedded.config import EmbeddedConfig
+from workmem.engines.vllm.config import VllmConfig
 from workmem.gateway.config import ServerConfig, UpstreamConfig
 from workmem.store.config import StoreConfig
 
@@ -37,6 +38,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     upstream: UpstreamConfig = UpstreamConfig()
     engine: EmbeddedConfig = EmbeddedConfig()
     store: StoreConfig = StoreConfig()
+    vllm: VllmConfig = VllmConfig()
 
 
 class LoadedConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 
-from workmem.engines.embedded import fingerprint
-from workmem.engines.embedded.fingerprint import identify
+from workmem.engines import fingerprint
+from workmem.engines.fingerprint import identify
 from workmem.testing.tiny_models import build_model
 
 

@@ -24,6 +24,8 @@ BROAD_EXCEPTS = {
     "engines/embedded/engine_thread.py": 1,
     "engines/embedded/loading.py": 1,
     "engines/embedded/output.py": 1,
+    "engines/vllm/guard.py": 1,
+    "engines/vllm/worker.py": 1,
     "gateway/exchange.py": 1,
     "gateway/generation.py": 1,
     "gateway/sse.py": 1,

@@ -18,8 +18,9 @@ import msgspec
 SLICE_BYTES_MIN = 60 * 1024
 BLOCK_TOKENS = 16
 
-DType = Literal["bf16", "fp32"]
-DTYPE_BYTES: dict[str, int] = {"bf16": 2, "fp32": 4}
+DType = Literal["bf16", "fp16", "fp32", "u8"]
+"""What a page's numbers are. `u8` is bytes of which only the engine that wrote them knows more (`page_order`)."""
+DTYPE_BYTES: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "u8": 1}
 
 
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,6 +85,10 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
     arithmetic: str = ""
     """Set where results are promised to the bit: the kind of sums that made them. Empty where they agree
     within rounding and may be shared by all."""
+
+    def of_rank(self, rank: int) -> Namespace:
+        """The namespace of another worker of the same engine."""
+        return msgspec.structs.replace(self, layout=msgspec.structs.replace(self.layout, rank=rank))
 
     def root(self) -> bytes:
         """The 32-byte first parent of every chain of this namespace (SHA-256 of all fields)."""

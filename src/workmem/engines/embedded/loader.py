@@ -19,7 +19,8 @@ from transformers.utils import logging as transformers_logging
 
 from workmem.core.errors import ConfigError
 from workmem.core.layout import DType, KVLayout
-from workmem.engines.embedded import fingerprint, fuse, small_rows
+from workmem.engines import fingerprint
+from workmem.engines.embedded import fuse, small_rows
 
 SUPPORTED: dict[str, str] = {
     "llama": "Llama 2 and 3, SmolLM, TinyLlama",

@@ -1,0 +1,25 @@
+"""Settings of the connector that vLLM loads."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+
+class VllmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[vllm]`: workmem inside vLLM. Also set by vLLM's `kv_connector_extra_config`, as dotted paths."""
+
+    start_store: bool = True
+    """Start the host's store (`workmem store serve`) where none is served yet; it stays when vLLM ends."""
+    start_s: Annotated[float, Meta(gt=0)] = 60.0
+    """Longest that vLLM's start waits for that store; without one it computes everything until the store is there."""
+    load_min_blocks: Annotated[int, Meta(ge=1)] = 1
+    """Fewer blocks than this are computed rather than loaded."""
+    load_s: Annotated[float, Meta(gt=0)] = 30.0
+    """Longest that a request waits for pages from below dram; then the rest is computed."""
+    deny_s: Annotated[float, Meta(gt=0)] = 60.0
+    """A block that could not be loaded is not offered again for so long."""
+    prefetch_share: Annotated[float, Meta(ge=0, le=1)] = 0.25
+    """Share of dram in which pages are held for requests that still wait for their turn."""

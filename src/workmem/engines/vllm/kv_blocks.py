@@ -1,0 +1,95 @@
+"""The engine's KV blocks as pages: layers that lie apart in its tensors, one behind the other in a page."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from workmem.core.errors import InvariantError
+from workmem.core.layout import KVLayout
+from workmem.store.copying import native_copy
+
+_NATIVE_BYTES_MIN = 256
+"""XXH3 takes shorter slices another way, which the C code leaves out."""
+Rows = NDArray[np.uint8]
+"""One part of every block of a layer: [blocks, bytes], each row contiguous."""
+
+
+class KVBlocks:
+    """Blocks in memory that the processor reads and writes. Any number of threads may use one, on different blocks.
+
+    `parts`: for each layer, in the order of the model, the parts of its blocks (one, or K and V).
+    """
+
+    def __init__(self, layout: KVLayout, parts: Sequence[Sequence[Rows]]) -> None:
+        sizes = {sum(rows.shape[1] for rows in layer) for layer in parts}
+        if len(parts) != layout.layers or sizes != {layout.layer_bytes}:
+            raise InvariantError(
+                f"{len(parts)} layers of {sorted(sizes)} bytes a block, where the layout has {layout.layers} "
+                f"of {layout.layer_bytes}"
+            )
+        self.layout = layout
+        self.count = min(len(rows) for layer in parts for rows in layer)
+        self._slices = [
+            [rows for layer in parts[first : first + layout.layers_per_slice] for rows in layer]
+            for first in range(0, layout.layers, layout.layers_per_slice)
+        ]
+        is_plain = layout.layer_bytes >= _NATIVE_BYTES_MIN and all(len(rows) == 1 for rows in self._slices)
+        self._native = native_copy() if is_plain else None
+        self._bounds = (ctypes.c_uint64 * 2)(0, layout.layer_bytes)
+        self._sums = ctypes.c_uint64 * len(self._slices)
+
+    def copy_out(self, block: int, into: memoryview) -> tuple[int, ...]:
+        """Copy a block into a page; the checksum of each slice of the copy (R2)."""
+        page = np.frombuffer(into, dtype=np.uint8)
+        if self._native is not None:
+            return self._copy_slices(block, page, is_out=True)
+        found: list[int] = []
+        at = 0
+        for rows in self._slices:
+            start = at
+            for part in rows:
+                end = at + part.shape[1]
+                np.copyto(page[at:end], part[block])
+                at = end
+            found.append(xxhash.xxh3_64_intdigest(page[start:at].data))
+        return tuple(found)
+
+    def copy_in(self, block: int, source: memoryview) -> tuple[int, ...]:
+        """Copy a page into a block; the checksum of each slice of what came (R3)."""
+        page = np.frombuffer(source, dtype=np.uint8)
+        if self._native is not None:
+            return self._copy_slices(block, page, is_out=False)
+        found: list[int] = []
+        at = 0
+        for rows in self._slices:
+            digest = xxhash.xxh3_64()
+            for part in rows:
+                end = at + part.shape[1]
+                np.copyto(part[block], page[at:end])
+                digest.update(part[block].data)
+                at = end
+            found.append(digest.intdigest())
+        return tuple(found)
+
+    def clear(self, block: int) -> None:
+        """Zero a block: half a page of somebody's bytes may read as NaN."""
+        for rows in self._slices:
+            for part in rows:
+                part[block] = 0
+
+    def _copy_slices(self, block: int, page: NDArray[np.uint8], *, is_out: bool) -> tuple[int, ...]:
+        native, sums = self._native, self._sums()
+        assert native is not None
+        page_at, sums_at = page.__array_interface__["data"][0], ctypes.addressof(sums)
+        step, bounds = self.layout.layer_bytes, ctypes.addressof(self._bounds)
+        for index, (rows,) in enumerate(self._slices):
+            block_at = rows.__array_interface__["data"][0] + block * rows.strides[0]
+            target, source = (page_at, block_at) if is_out else (block_at, page_at)
+            native(target, source, bounds, sums_at + 8 * index, 1)
+            page_at += step
+        return tuple(sums)

@@ -1,0 +1,90 @@
+"""What the connector knows of one request, and what it sees of vLLM's own object for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from workmem.core.keys import BlockKey
+from workmem.engines.vllm.facts import Scope
+from workmem.engines.vllm.steps import Loaded
+from workmem.store.contract import Lease
+
+
+class EngineRequest(Protocol):
+    """The part of vLLM's `Request` that is read here."""
+
+    @property
+    def request_id(self) -> str:
+        """VLLM's name for it, with a random end."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the prompt and what was generated so far."""
+        ...
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of the prompt."""
+        ...
+
+    @property
+    def all_token_ids(self) -> Sequence[int]:
+        """Prompt and what was generated so far."""
+        ...
+
+    @property
+    def block_hashes(self) -> Sequence[bytes]:
+        """Of every full block: chained, so that each names all before it."""
+        ...
+
+    @property
+    def cache_salt(self) -> str | None:
+        """Whose request it is, where its blocks are not for all."""
+        ...
+
+    @property
+    def kv_transfer_params(self) -> Mapping[str, Any] | None:
+        """What the client said to connectors."""
+        ...
+
+
+class Tracked:
+    """A request from its arrival to its end."""
+
+    def __init__(self, request: EngineRequest, scope: Scope) -> None:
+        self.request = request
+        self.scope = scope
+        self.local = 0
+        """Leading blocks that the engine had itself when it last asked."""
+        self.promised: tuple[str, ...] = ()
+        """Tiers of the blocks behind those that were promised when it last asked."""
+        self.is_async = False
+        self.load_from = 0
+        """Where the load that is under way began, in blocks."""
+        self.limit = -1
+        """Blocks from this one on could not be loaded, and are not promised to it again; -1: none failed."""
+        self.saved = 0
+        """Leading blocks that the store has or has been given."""
+        self.prefetched: Lease | None = None
+        self.sources: Counter[str] = Counter()
+        """Prompt tokens by where they came from, but for those computed."""
+        self.miss = ""
+        """Why the first block that was computed was missed."""
+
+    def keys(self, start: int, end: int) -> tuple[BlockKey, ...]:
+        """Keys of blocks `start` to before `end`, as far as they are full."""
+        return tuple(BlockKey(bytes(key)) for key in self.request.block_hashes[start:end])
+
+    def loaded(self, load: Loaded, block_tokens: int) -> BlockKey | None:
+        """A load has ended. Returns the key that could not be loaded, if any."""
+        for tier in self.promised[: load.pages]:
+            self.sources[tier] += block_tokens
+        if load.pages == len(self.promised):
+            return None
+        self.miss = load.why_short
+        self.limit = self.load_from + load.pages
+        keys = self.keys(self.limit, self.limit + 1)
+        return keys[0] if keys else None

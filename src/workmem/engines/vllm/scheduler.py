@@ -1,0 +1,233 @@
+"""The side of the connector that runs beside vLLM's scheduler: what is loaded, what is saved, and what is said of it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from workmem.core.errors import CapacityError
+from workmem.core.keys import BlockKey
+from workmem.core.outcomes import COMPUTED, Lookup, TierName
+from workmem.engines.vllm.config import VllmConfig
+from workmem.engines.vllm.denied import Denied
+from workmem.engines.vllm.facts import EngineFacts, Namespaces, Scope
+from workmem.engines.vllm.requests import EngineRequest, Tracked
+from workmem.engines.vllm.steps import LoadOp, SaveOp, StepPlan, StepReport
+from workmem.store.contract import KVStore
+
+ANSWER = "workmem"
+"""Under this name a response's `kv_transfer_params` say where its tokens came from."""
+_PREFETCH_TTL_S = 60.0
+
+
+class SchedulerSide:
+    """Of one engine. Called by its scheduler's thread alone."""
+
+    def __init__(
+        self,
+        facts: EngineFacts,
+        fingerprint: str,
+        store: KVStore,
+        settings: VllmConfig,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self._store = store
+        self._settings = settings
+        self._size = facts.block_tokens
+        self._page_bytes = facts.layout(0).page_bytes
+        self._namespaces = Namespaces(facts, fingerprint, store)
+        self._denied = Denied(settings.deny_s, clock)
+        self._requests: dict[str, Tracked] = {}
+        self._loads: list[LoadOp] = []
+        self._prefetched_bytes = 0
+
+    # -- what a request can have
+
+    def arrives(self, request: EngineRequest, adapter: str = "") -> None:
+        """A request joins the queue: pages that it will want start their way to dram at once."""
+        tracked = Tracked(request, Scope(adapter, request.cache_salt or ""))
+        self._requests[request.request_id] = tracked
+        keys = tracked.keys(0, request.num_tokens // self._size)
+        if not keys:
+            return
+        found = self._lookup(tracked, keys)
+        tracked.saved = found.blocks
+        if any(tier is not TierName.DRAM for tier in found.tiers):
+            self._prefetch(tracked, keys[: found.blocks])
+
+    def match(self, request: EngineRequest, computed: int) -> tuple[int, bool]:
+        """How many tokens behind the first `computed`, which the engine has, can be loaded; and whether aside."""
+        tracked = self._requests[request.request_id]
+        tracked.local = computed // self._size
+        tracked.promised, tracked.is_async = (), False
+        keys = tracked.keys(tracked.local, request.num_tokens // self._size)
+        keys = keys[: self._denied.allowed(keys)]
+        if tracked.limit >= 0:
+            keys = keys[: max(0, tracked.limit - tracked.local)]
+        if not keys:
+            return 0, False
+        found = self._lookup(tracked, keys)
+        tiers = found.tiers
+        if tracked.saved >= tracked.local:
+            tracked.saved = max(tracked.saved, tracked.local + len(tiers))
+        tracked.is_async = any(tier is not TierName.DRAM for tier in tiers)
+        if not tracked.is_async:
+            # The step that loads them computes at least one token.
+            tiers = tiers[: (request.num_tokens - 1) // self._size - tracked.local]
+        if len(tiers) < self._settings.load_min_blocks:
+            tracked.is_async = False
+            return 0, False
+        tracked.promised = tuple(tier.value for tier in tiers)
+        return len(tiers) * self._size, tracked.is_async
+
+    def allocated(self, request: EngineRequest, blocks: Sequence[int], tokens: int) -> None:
+        """The engine made room: `tokens` are to be loaded into `blocks`, its whole table."""
+        tracked = self._requests[request.request_id]
+        if not tokens:
+            return
+        count, first = tokens // self._size, tracked.local
+        tracked.promised = tracked.promised[:count]
+        tracked.load_from = first
+        space, _ = self._namespaces.of(tracked.scope)
+        self._loads.append(
+            LoadOp(
+                request=request.request_id,
+                namespace=space,
+                keys=tracked.keys(first, first + count),
+                blocks=tuple(blocks[first : first + count]),
+                is_async=tracked.is_async,
+            )
+        )
+
+    def hit_sources(self, request: EngineRequest) -> Counter[str]:
+        """Tokens of what was promised last, by tier."""
+        return Counter(
+            {t: n * self._size for t, n in Counter(self._requests[request.request_id].promised).items()}
+        )
+
+    # -- steps
+
+    def plan(
+        self, scheduled: Mapping[str, tuple[int, int]], table: Callable[[str], Sequence[int] | None]
+    ) -> StepPlan:
+        """The next step. `scheduled`: request to the tokens it has and those it computes now; `table`: its blocks."""
+        plan = StepPlan(loads=self._loads)
+        self._loads = []
+        for name, (has, adds) in scheduled.items():
+            tracked, blocks = self._requests.get(name), table(name)
+            if blocks is None:
+                continue
+            plan.written += blocks[has // self._size : -(-(has + adds) // self._size)]
+            if tracked is not None:
+                self._plan_save(plan, tracked, blocks, has + adds)
+        return plan
+
+    def heard(self, report: StepReport) -> None:
+        """What the workers say of loads that have ended."""
+        for name, load in report.loads.items():
+            tracked = self._requests.get(name)
+            if tracked is None:
+                continue
+            self._release(tracked)
+            self.counts["pages_loaded"] += load.pages
+            key = tracked.loaded(load, self._size)
+            if key is not None:
+                self.counts["loads_short"] += 1
+                self._denied.add(key)
+                # What is computed in its place is worth keeping.
+                tracked.saved = min(tracked.saved, tracked.limit)
+            tracked.promised = ()
+
+    def finished(self, request: EngineRequest) -> dict[str, Any] | None:
+        """A request has ended. Returns what its response says of where its prompt's tokens came from."""
+        tracked = self._requests.pop(request.request_id, None)
+        if tracked is None:
+            return None
+        self._release(tracked)
+        tokens = dict(tracked.sources)
+        engine = min(tracked.local * self._size, request.num_prompt_tokens - 1)
+        if engine > 0:
+            tokens[TierName.VRAM.value] = engine
+        tokens[COMPUTED] = max(0, request.num_prompt_tokens - sum(tokens.values()))
+        answer: dict[str, Any] = {"prompt_tokens": request.num_prompt_tokens, "tokens": tokens}
+        if tracked.miss:
+            answer["miss"] = tracked.miss
+        return {ANSWER: answer}
+
+    def start_epoch(self, epoch: int) -> None:
+        """The weights are others, or somebody wants nothing of before: no block of before is a hit from now on."""
+        self._namespaces.start_epoch(epoch)
+        for tracked in self._requests.values():
+            self._release(tracked)
+            tracked.saved = 0
+
+    def close(self) -> None:
+        """Give back what is held for requests that wait."""
+        for tracked in self._requests.values():
+            self._release(tracked)
+
+    # -- inside
+
+    def _lookup(self, tracked: Tracked, keys: Sequence[BlockKey]) -> Lookup:
+        """What all workers can load: a block is there when each has its part."""
+        _, roots = self._namespaces.of(tracked.scope)
+        shortest: Lookup | None = None
+        for root in roots:
+            found = self._store.lookup(root, keys)
+            if shortest is None or found.blocks < shortest.blocks:
+                shortest = found
+            keys = keys[: found.blocks]
+            if not keys:
+                break
+        assert shortest is not None
+        tracked.miss = shortest.reason.value if shortest.reason else ""
+        return shortest
+
+    def _prefetch(self, tracked: Tracked, keys: Sequence[BlockKey]) -> None:
+        """A lease brings pages to dram and keeps them there until they are loaded."""
+        size = len(keys) * self._page_bytes
+        room = self._settings.prefetch_share * self._store.dram_capacity_bytes()
+        if self._prefetched_bytes + size > room:
+            self.counts["prefetches_refused"] += 1
+            return
+        # Of the first worker's part alone: the others' loads bring their own.
+        _, roots = self._namespaces.of(tracked.scope)
+        try:
+            tracked.prefetched = self._store.lease(
+                roots[0], keys, owner=tracked.request.request_id, ttl_s=_PREFETCH_TTL_S
+            )
+        except CapacityError:
+            self.counts["prefetches_refused"] += 1
+            return
+        self._prefetched_bytes += size
+        self.counts["prefetches"] += 1
+
+    def _release(self, tracked: Tracked) -> None:
+        lease, tracked.prefetched = tracked.prefetched, None
+        if lease is not None:
+            self._prefetched_bytes -= len(lease.keys) * self._page_bytes
+            lease.release()
+
+    def _plan_save(self, plan: StepPlan, tracked: Tracked, blocks: Sequence[int], computed: int) -> None:
+        """Save the blocks that are full after this step and that the store was not seen to have."""
+        first = tracked.saved
+        keys = tracked.keys(first, computed // self._size)
+        if not keys:
+            return
+        end = tracked.saved = first + len(keys)
+        space, _ = self._namespaces.of(tracked.scope)
+        before = tracked.keys(first - 1, first) if first else ()
+        plan.saves.append(
+            SaveOp(
+                namespace=space,
+                keys=keys,
+                parent=before[0] if before else b"",
+                depth=first,
+                tokens=tuple(tracked.request.all_token_ids[first * self._size : end * self._size]),
+                blocks=tuple(blocks[first:end]),
+            )
+        )
+        self.counts["pages_offered"] += len(keys)

@@ -1,0 +1,68 @@
+"""What the scheduler's side tells the workers' side with each step, and what it hears back."""
+
+from __future__ import annotations
+
+import msgspec
+
+from workmem.core.keys import BlockKey
+from workmem.core.layout import Namespace
+
+
+class LoadOp(msgspec.Struct, frozen=True):
+    """Pages to bring into blocks of the engine, in prefix order."""
+
+    request: str
+    namespace: Namespace
+    """Of the first worker; each takes its own rank."""
+    keys: tuple[BlockKey, ...]
+    blocks: tuple[int, ...]
+    is_async: bool
+    """The request waits aside; else this step computes with what is loaded."""
+
+
+class SaveOp(msgspec.Struct, frozen=True):
+    """Blocks that this step completes, neighbours in a prefix."""
+
+    namespace: Namespace
+    keys: tuple[BlockKey, ...]
+    parent: bytes
+    """Key of the block before the first; empty for the first of a context."""
+    depth: int
+    """Number of blocks before the first."""
+    tokens: tuple[int, ...]
+    """Of all blocks, one behind the other."""
+    blocks: tuple[int, ...]
+
+
+class StepPlan(msgspec.Struct):
+    """One step. `written`: blocks that the engine writes to in it; what is still being saved from them comes first."""
+
+    loads: list[LoadOp] = []
+    saves: list[SaveOp] = []
+    written: list[int] = []
+
+
+class Loaded(msgspec.Struct):
+    """How a load ended: so many pages, from the first, are in place."""
+
+    request: str
+    pages: int
+    why_short: str = ""
+    """Why the next one is not."""
+
+
+class StepReport(msgspec.Struct):
+    """Of one worker, or of all: a page is in place when every worker has its part."""
+
+    loads: dict[str, Loaded] = {}
+    off: str = ""
+    """Why the worker does nothing any more."""
+
+    def with_(self, other: StepReport) -> StepReport:
+        """Both as one."""
+        loads = dict(self.loads)
+        for request, load in other.loads.items():
+            mine = loads.get(request)
+            if mine is None or load.pages < mine.pages:
+                loads[request] = load
+        return StepReport(loads, self.off or other.off)

@@ -1,0 +1,202 @@
+"""The side of the connector that runs beside the model: pages into blocks, and blocks into pages.
+
+Saving is behind the engine: the store's thread copies from the engine's blocks, and a step that is about to write
+to one of them waits for its copy first (`before_step`). Pages from below dram are loaded behind it as well.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable
+
+from workmem.core.errors import CapacityError, LeaseError
+from workmem.core.keys import BlockKey
+from workmem.core.layout import Namespace
+from workmem.engines.vllm.kv_blocks import KVBlocks
+from workmem.engines.vllm.pending import PendingSaves
+from workmem.engines.vllm.steps import Loaded, LoadOp, SaveOp, StepPlan, StepReport
+from workmem.store.contract import BlockId, KVStore, Lease, PageWrite, SaveState
+
+log = logging.getLogger(__name__)
+
+SYNC_LOAD_S = 1.0
+"""Longest that a step waits for pages that were in dram when they were promised."""
+SAVE_WAIT_S = 10.0
+"""Longest that a step waits for a copy of a block that it is about to write to; past it saving is over."""
+_LEASE_S = 60.0
+
+
+class WorkerSide:
+    """Of one worker of rank `rank`. Called by the engine's thread; two threads of its own and the store's do the rest."""
+
+    def __init__(self, store: KVStore, blocks: KVBlocks, *, rank: int, load_s: float) -> None:
+        self.counts: Counter[str] = Counter()
+        self._store = store
+        self._blocks = blocks
+        self._rank = rank
+        self._load_s = load_s
+        self._pending = PendingSaves()
+        self._roots: dict[Namespace, bytes] = {}
+        self._lock = threading.Lock()
+        self._ended: dict[str, Loaded] = {}
+        """Loads of this step, and those behind the engine that have ended since the last."""
+        self._arrived: set[str] = set()
+        """Of those, the requests that waited aside."""
+        self._failed: set[int] = set()
+        self._jobs: queue.SimpleQueue[LoadOp | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._load_behind, name="workmem-vllm-load", daemon=True)
+        self._thread.start()
+
+    # -- the steps of the engine
+
+    def before_step(self, plan: StepPlan) -> None:
+        """Nothing is read any more from blocks that this step writes to. Raises RuntimeError where a copy never ends."""
+        self._free(plan.written)
+
+    def load(self, plan: StepPlan) -> None:
+        """Load what the step computes with; begin to load what it does not."""
+        for op in plan.loads:
+            if op.is_async:
+                self._jobs.put(op)
+            else:
+                self._end(op, *self._loaded(op, SYNC_LOAD_S))
+
+    def save(self, plan: StepPlan) -> None:
+        """The step is over: save the blocks that it completed, behind the engine."""
+        for op in plan.saves:
+            root = self._root(op.namespace)
+            self._store.save(root, self._writes(op, root))
+
+    def fail(self, plan: StepPlan, why: str) -> None:
+        """Nothing of `plan` is loaded: say so for all of it."""
+        for op in plan.loads:
+            if op.request not in self._ended:
+                self._end(op, 0, why)
+
+    def give_up(self) -> None:
+        """`before_step` is not called any more: what is being saved may be overwritten, and is dropped."""
+        self._pending.is_over = True
+
+    def arrived(self) -> set[str]:
+        """Requests that waited aside whose loads have ended, since the last call."""
+        with self._lock:
+            found, self._arrived = self._arrived, set()
+        return found
+
+    def failed_blocks(self) -> set[int]:
+        """Blocks that hold nothing of use though it was promised, since the last call."""
+        with self._lock:
+            found, self._failed = self._failed, set()
+        return found
+
+    def report(self) -> StepReport | None:
+        """How loads ended, since the last call."""
+        with self._lock:
+            found, self._ended = self._ended, {}
+        return StepReport(loads=found) if found else None
+
+    def close(self) -> None:
+        """Finish what is queued and stop."""
+        self._jobs.put(None)
+        self._thread.join(self._load_s)
+
+    # -- loading
+
+    def _load_behind(self) -> None:
+        while (op := self._jobs.get()) is not None:
+            try:
+                pages, why = self._loaded(op, self._load_s)
+            except Exception as error:  # thread main: whoever waits for the load must hear of its end
+                log.exception("loading pages met a bug of ours; their tokens are computed")
+                pages, why = 0, str(error)
+            self._end(op, pages, why)
+
+    def _loaded(self, op: LoadOp, wait_s: float) -> tuple[int, str]:
+        """Bring pages into blocks. How many are in place, from the first on, and why the next one is not."""
+        self._free(op.blocks)
+        try:
+            lease = self._store.lease(self._root(op.namespace), op.keys, owner=op.request, ttl_s=_LEASE_S)
+        except CapacityError as error:
+            return 0, str(error)
+        try:
+            settled = threading.Event()
+            lease.on_settled(settled.set)
+            settled.wait(wait_s)
+            ready = lease.ready
+            copied = self._copied(lease, op.blocks[:ready])
+            if copied < ready:
+                return copied, "corrupt"
+            failed = lease.failed
+            return ready, (failed.value if failed else "" if ready == len(op.blocks) else "late")
+        finally:
+            lease.release()
+
+    def _copied(self, lease: Lease, blocks: tuple[int, ...]) -> int:
+        """How many pages, from the first on, were copied and are what was stored (R3, R6)."""
+        for index, block in enumerate(blocks):
+            try:
+                wanted = lease.checksums(index)
+                with lease.page(index) as page:
+                    found = self._blocks.copy_in(block, page)
+                if found == wanted:
+                    continue
+                self.counts["corrupt"] += 1
+                lease.quarantine(index)
+            except LeaseError as error:
+                log.info("a page was lost while it was loaded: %s", error)
+            self._blocks.clear(block)
+            return index
+        return len(blocks)
+
+    def _end(self, op: LoadOp, pages: int, why: str) -> None:
+        self.counts["pages_loaded"] += pages
+        self.counts["loads_short"] += pages < len(op.blocks)
+        with self._lock:
+            self._ended[op.request] = Loaded(op.request, pages, why)
+            self._failed.update(op.blocks[pages:])
+            if op.is_async:
+                self._arrived.add(op.request)
+
+    # -- saving
+
+    def _writes(self, op: SaveOp, root: bytes) -> list[PageWrite]:
+        size = self._blocks.layout.block_tokens
+        writes: list[PageWrite] = []
+        parent = op.parent or root
+        for index, (key, block) in enumerate(zip(op.keys, op.blocks, strict=True)):
+            tokens = op.tokens[index * size : (index + 1) * size]
+            block_id = BlockId(key=key, parent=parent, tokens=tokens, depth=op.depth + index)
+            self._pending.begin(block)
+            writes.append(PageWrite(block=block_id, copy_into=self._copier(block), done=self._done(block)))
+            parent = BlockKey(key)
+        return writes
+
+    def _copier(self, block: int) -> Callable[[memoryview], tuple[int, ...]]:
+        def copy(into: memoryview) -> tuple[int, ...]:
+            sums = self._blocks.copy_out(block, into)
+            if self._pending.is_over:
+                # Half of it may be of another context: such a page must not become visible (R2).
+                raise RuntimeError("the engine had the block back before it was copied")
+            return sums
+
+        return copy
+
+    def _done(self, block: int) -> Callable[[SaveState], None]:
+        def done(state: SaveState) -> None:
+            self._pending.end(block)
+            self.counts[f"pages_{state.value}"] += 1
+
+        return done
+
+    def _free(self, blocks: tuple[int, ...] | list[int]) -> None:
+        if not self._pending.wait_for(blocks, SAVE_WAIT_S):
+            raise RuntimeError(f"a block was still being copied after {SAVE_WAIT_S:g} s")
+
+    def _root(self, first: Namespace) -> bytes:
+        root = self._roots.get(first)
+        if root is None:
+            root = self._roots[first] = self._store.register(first.of_rank(self._rank))
+        return root

@@ -1,0 +1,1 @@
+"""Modules that a foreign host loads by name."""

@@ -1,0 +1,301 @@
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportUnknownParameterType=false
+# pyright: reportMissingParameterType=false, reportMissingTypeArgument=false, reportIncompatibleMethodOverride=false
+"""The connector that vLLM loads by `--kv-transfer-config`, with this module as its `kv_connector_module_path`.
+
+Only translates: `workmem.engines.vllm` decides and moves. No exception leaves a hook.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from workmem.config import cache_dir, host_socket, load
+from workmem.core.errors import ConfigError
+from workmem.engines.fingerprint import identify
+from workmem.engines.vllm.guard import Guard
+from workmem.engines.vllm.scheduler import SchedulerSide
+from workmem.engines.vllm.steps import StepPlan, StepReport
+from workmem.engines.vllm.store_process import ensure_store
+from workmem.engines.vllm.worker import WorkerSide
+from workmem.plugins.vllm_facts import model_folder, read_facts
+from workmem.plugins.vllm_tensors import blocks_of
+from workmem.store.copying import use_native_copy
+from workmem.store.host.client import HostStore
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger("vllm.workmem")
+
+
+@dataclass
+class WorkmemPlan(KVConnectorMetadata):
+    """A step's plan on its way to the workers."""
+
+    plan: StepPlan = field(default_factory=StepPlan)
+
+
+@dataclass
+class WorkmemReport(KVConnectorWorkerMetadata):
+    """A worker's report on its way to the scheduler."""
+
+    report: StepReport = field(default_factory=StepReport)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkmemReport:
+        """See `StepReport.with_`."""
+        assert isinstance(other, WorkmemReport)
+        return WorkmemReport(self.report.with_(other.report))
+
+
+class WorkmemConnector(KVConnectorBase_V1, SupportsHMA):
+    """Contexts of this engine are kept in the host's store, and come from there. See docs/guides/vllm.md."""
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._store: HostStore | None = None
+        is_scheduler = role is KVConnectorRole.SCHEDULER
+        self._guard = Guard("scheduler" if is_scheduler else "worker", self._gone_off)
+        # A cache's failure is a miss, never the request's: vLLM reads this after it has made the connector.
+        self._kv_transfer_config.kv_load_failure_policy = "recompute"
+        if is_scheduler:
+            self._guard.call(self._open_scheduler, None)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Best effort: a page that is not saved is a miss later."""
+        return False
+
+    # -- scheduler's side
+
+    def on_new_request(self, request: Any) -> None:
+        """See `SchedulerSide.arrives`."""
+        if self._scheduler is not None:
+            side = self._scheduler
+            self._guard.call(lambda: side.arrives(request, _adapter(request)), None)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """See `SchedulerSide.match`."""
+        side = self._scheduler
+        if side is None:
+            return 0, False
+        return self._guard.call(lambda: side.match(request, num_computed_tokens), (0, False))
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """See `SchedulerSide.allocated`."""
+        side = self._scheduler
+        if side is not None and num_external_tokens:
+            self._guard.call(
+                lambda: side.allocated(request, blocks.get_block_ids()[0], num_external_tokens), None
+            )
+
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        """From which tier the tokens come that were promised last."""
+        side = self._scheduler
+        if side is None or not num_external_tokens:
+            return super().get_external_cache_hit_sources(request, num_external_tokens)
+        tokens = self._guard.call(lambda: side.hit_sources(request), None) or {}
+        host = min(num_external_tokens, tokens.get("dram", 0))
+        found = {CacheHitSource.HOST: host, CacheHitSource.DISK: num_external_tokens - host}
+        return {source: count for source, count in found.items() if count}
+
+    def build_connector_meta(self, scheduler_output: Any) -> WorkmemPlan:
+        """See `SchedulerSide.plan`."""
+        side = self._scheduler
+        if side is None:
+            return WorkmemPlan()
+        return WorkmemPlan(self._guard.call(lambda: _plan(side, scheduler_output), StepPlan()))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """See `SchedulerSide.heard`."""
+        side, meta = self._scheduler, connector_output.kv_connector_worker_meta
+        if side is None or not isinstance(meta, WorkmemReport):
+            return
+        if meta.report.off:
+            self._guard.turn_off(f"a worker is off: {meta.report.off}")
+        self._guard.call(lambda: side.heard(meta.report), None)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """See `SchedulerSide.finished`. Never holds the engine's blocks."""
+        del block_ids
+        side = self._scheduler
+        if side is None:
+            return False, None
+        return False, self._guard.call(lambda: side.finished(request), None)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As `request_finished`."""
+        return self.request_finished(request, block_ids[0])
+
+    def reset_cache(self) -> bool:
+        """Weights were changed, or somebody wants nothing of before: a new epoch."""
+        side = self._scheduler
+        if side is not None:
+            self._guard.call(lambda: side.start_epoch(time.time_ns()), None)
+        return True
+
+    # -- workers' side
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """The engine's tensors are there: open the worker's side."""
+        self._guard.call(lambda: self._open_worker(kv_caches), None)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """See `WorkerSide.before_step`: vLLM calls this in every step, before anything is written."""
+        side = self._worker
+        if side is not None and isinstance(kv_connector_metadata, WorkmemPlan):
+            self._guard.call(lambda: side.before_step(kv_connector_metadata.plan), None)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """See `WorkerSide.load`."""
+        del forward_context, kwargs
+        side = self._worker
+        if side is None:
+            return
+        plan = self._plan()
+        self._guard.call(lambda: side.load(plan), None)
+        if self._guard.off:
+            side.fail(plan, "off")
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Whole pages are loaded at once."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Whole pages are saved at once."""
+
+    def wait_for_save(self) -> None:
+        """See `WorkerSide.save`: the step is over, its blocks are complete."""
+        side = self._worker
+        if side is not None:
+            plan = self._plan()
+            self._guard.call(lambda: side.save(plan), None)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """See `WorkerSide.arrived`."""
+        del finished_req_ids
+        return None, (self._worker.arrived() or None) if self._worker is not None else None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """See `WorkerSide.failed_blocks`."""
+        return self._worker.failed_blocks() if self._worker is not None else set()
+
+    def build_connector_worker_meta(self) -> WorkmemReport | None:
+        """See `WorkerSide.report`."""
+        report = self._worker.report() if self._worker is not None else None
+        if self._guard.off:
+            report = StepReport(report.loads if report else {}, self._guard.off)
+        return WorkmemReport(report) if report is not None else None
+
+    def shutdown(self) -> None:
+        """Stop threads; what is in the store stays."""
+        for part in (self._scheduler, self._worker, self._store):
+            if part is not None:
+                self._guard.call(part.close, None)
+
+    # -- inside
+
+    def _plan(self) -> StepPlan:
+        meta = self._connector_metadata
+        return meta.plan if isinstance(meta, WorkmemPlan) else StepPlan()
+
+    def _gone_off(self) -> None:
+        if self._worker is not None:
+            self._worker.give_up()
+
+    def _settings(self) -> Any:
+        extra = self._kv_transfer_config.kv_connector_extra_config
+        sets = [f"{path}={value}" for path, value in extra.items() if "." in path]
+        return load(sets=sets).config
+
+    def _open_store(self, settings: Any) -> HostStore:
+        use_native_copy(cache_dir())
+        return HostStore(
+            host_socket(settings.store.host.socket),
+            call_s=settings.store.host.call_s,
+            save_queue_pages=settings.store.save_queue_pages,
+            attaches=False,
+        )
+
+    def _open_scheduler(self) -> None:
+        facts = read_facts(self._vllm_config, self._kv_cache_config)
+        try:
+            settings = self._settings()
+        except ConfigError as error:
+            self._guard.turn_off(str(error))
+            return
+        why = facts if isinstance(facts, str) else facts.refusal()
+        if why or isinstance(facts, str):
+            self._guard.turn_off(why)
+            return
+        if settings.vllm.start_store:
+            extra = self._kv_transfer_config.kv_connector_extra_config
+            wanted = {
+                path: str(value)
+                for path, value in extra.items()
+                if path.startswith("store.") and path != "store.host.socket"
+            }
+            why = ensure_store(
+                host_socket(settings.store.host.socket),
+                wanted,
+                cache_dir() / "run" / "store.log",
+                settings.vllm.start_s,
+            )
+            if why:
+                log.warning("workmem: no store (%s); everything is computed until one is served", why)
+        fingerprint = identify(model_folder(self._vllm_config), cache_folder=cache_dir())
+        self._store = self._open_store(settings)
+        self._scheduler = SchedulerSide(facts, fingerprint, self._store, settings.vllm)
+        log.info("workmem: contexts are kept in the store at %s", host_socket(settings.store.host.socket))
+
+    def _open_worker(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        facts = read_facts(self._vllm_config, self._kv_cache_config)
+        settings = self._settings()
+        if isinstance(facts, str) or facts.refusal():
+            return
+        rank = self._vllm_config.parallel_config.rank % facts.workers
+        self._store = self._open_store(settings)
+        blocks = blocks_of(kv_caches, facts.layout(rank), self._kv_cache_config.num_blocks)
+        self._worker = WorkerSide(self._store, blocks, rank=rank, load_s=settings.vllm.load_s)
+
+
+def _plan(side: SchedulerSide, output: Any) -> StepPlan:
+    has: dict[str, int] = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+    cached = output.scheduled_cached_reqs
+    has.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    state = output.kv_connector_block_state
+
+    def table(request: str) -> list[int] | None:
+        tables = state.get_block_ids(request)
+        return None if tables is None else tables[0]
+
+    return side.plan({name: (has[name], adds) for name, adds in output.num_scheduled_tokens.items()}, table)
+
+
+def _adapter(request: Any) -> str:
+    """What tells adapters apart: a digest of the files, as a name may come to mean another one."""
+    lora = request.lora_request
+    if lora is None:
+        return ""
+    return f"{lora.lora_name}:{identify(Path(lora.lora_path), cache_folder=cache_dir())}"

@@ -1,0 +1,317 @@
+"""A vLLM of a few hundred lines: a block pool with a prefix cache, chunked prefill, preemption, both kinds of load.
+
+What a block must hold follows from the tokens up to its end, so that each step can check every block it reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from workmem.core.keys import block_keys
+from workmem.engines.vllm.config import VllmConfig
+from workmem.engines.vllm.facts import EngineFacts
+from workmem.engines.vllm.kv_blocks import KVBlocks
+from workmem.engines.vllm.scheduler import SchedulerSide
+from workmem.engines.vllm.worker import WorkerSide
+from workmem.store.contract import KVStore
+
+SIZE = 4
+"""Tokens per block."""
+LAYERS, HEADS, DIM = 3, 1, 16
+FACTS = EngineFacts(
+    version="0.32",
+    model="m",
+    dtype="torch.float32",
+    cache_dtype="torch.float32",
+    order="fake",
+    quantization="",
+    rope="{}",
+    block_tokens=SIZE,
+    layers=LAYERS,
+    kv_heads=HEADS,
+    head_dim=DIM,
+    layer_bytes=2 * SIZE * HEADS * DIM * 4,
+    workers=1,
+    hashing="sha256_cbor:00",
+    hash_bytes=32,
+)
+CHUNK = 3 * SIZE
+"""Most tokens that a request computes in a step."""
+
+
+@dataclass
+class Request:
+    request_id: str
+    prompt: list[int]
+    to_generate: int = 0
+    cache_salt: str | None = None
+    kv_transfer_params: dict[str, object] | None = None
+    all_token_ids: list[int] = field(default_factory=list)
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    state: str = "waiting"
+    answer: dict[str, object] | None = None
+
+    def __post_init__(self) -> None:
+        self.all_token_ids = list(self.prompt)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt)
+
+    @property
+    def block_hashes(self) -> Sequence[bytes]:
+        seed = hashlib.sha256((self.cache_salt or "").encode()).digest()
+        return block_keys(seed, self.all_token_ids, SIZE)
+
+
+def content(key: bytes, layer: int) -> np.ndarray:
+    """What a layer of the block that `key` names must hold."""
+    return np.frombuffer(hashlib.shake_128(key + bytes([layer])).digest(FACTS.layer_bytes), dtype=np.uint8)
+
+
+class FakeVllm:
+    def __init__(
+        self, store: KVStore, blocks: int, settings: VllmConfig | None = None, fingerprint: str = "weights"
+    ) -> None:
+        self.settings = settings or VllmConfig(load_s=5.0)
+        self.side = SchedulerSide(FACTS, fingerprint, store, self.settings)
+        self.tensors = [np.full((blocks, FACTS.layer_bytes), 255, dtype=np.uint8) for _ in range(LAYERS)]
+        self.kv = KVBlocks(FACTS.layout(0), [[tensor] for tensor in self.tensors])
+        self.worker = WorkerSide(store, self.kv, rank=0, load_s=self.settings.load_s)
+        self.free: OrderedDict[int, None] = OrderedDict((block, None) for block in range(blocks))
+        self.refs = [0] * blocks
+        self.cached: dict[bytes, int] = {}
+        self.key_of: dict[int, bytes] = {}
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.parked: dict[str, Request] = {}
+        self.finished: list[Request] = []
+        self.invalid: list[int] = []
+        self.asked = 0
+        """Times that a request was looked up for."""
+
+    # -- what a client and the engine do
+
+    def add(self, request: Request) -> None:
+        self.side.arrives(request)
+        self.waiting.append(request)
+
+    def abort(self, request: Request) -> None:
+        """As vLLM does: in whatever state; a load under way keeps its blocks until the worker says so."""
+        if request.state == "done":
+            return
+        request.answer = self.side.finished(request)
+        if request.state == "parked":
+            request.state = "aborted"
+            return
+        for queue in (self.waiting, self.running):
+            if request in queue:
+                queue.remove(request)
+        self._give_back(request)
+        request.state = "done"
+
+    def preempt(self) -> None:
+        if self.running:
+            request = self.running.pop()
+            self._give_back(request)
+            request.computed, request.state = 0, "waiting"
+            self.waiting.insert(0, request)
+
+    def reset(self) -> None:
+        """Forget the local prefix cache."""
+        self.cached.clear()
+        self.key_of.clear()
+
+    def step(self) -> None:
+        scheduled: dict[str, tuple[int, int]] = {}
+        by_name: dict[str, Request] = {}
+        self._continue(scheduled, by_name)
+        self._admit(scheduled, by_name)
+        scheduled = {name: span for name, span in scheduled.items() if by_name[name].state == "running"}
+        plan = self.side.plan(scheduled, lambda name: by_name[name].blocks if name in by_name else None)
+        self.worker.before_step(plan)
+        self.worker.load(plan)
+        bad = self.worker.failed_blocks()
+        for name, (has, adds) in scheduled.items():
+            self._compute(by_name[name], has, adds, bad)
+        self.worker.save(plan)
+        arrived = self.worker.arrived()
+        bad |= self.worker.failed_blocks()
+        report = self.worker.report()
+        self._settle(scheduled, by_name, bad)
+        self._unpark(arrived, bad)
+        if report is not None:
+            self.side.heard(report)
+        for request in list(self.running):
+            if request.computed >= request.num_tokens:
+                self._generated(request)
+
+    def run(self, steps: int = 3000) -> None:
+        for _ in range(steps):
+            if not (self.waiting or self.running or self.parked):
+                return
+            self.step()
+            if not self.running:
+                time.sleep(0.002)
+        raise AssertionError("requests never end")
+
+    def close(self) -> None:
+        self.worker.close()
+        self.side.close()
+
+    # -- inside
+
+    def _continue(self, scheduled: dict[str, tuple[int, int]], by_name: dict[str, Request]) -> None:
+        for request in list(self.running):
+            if request.state != "running":
+                # It has made room for one before it.
+                continue
+            adds = min(CHUNK, request.num_tokens - request.computed)
+            while not self._grow(request, request.computed + adds):
+                victim = self.running[-1]
+                if victim.request_id in scheduled:
+                    del scheduled[victim.request_id]
+                self.preempt()
+                if victim is request:
+                    break
+            if request.state == "running":
+                scheduled[request.request_id] = (request.computed, adds)
+                by_name[request.request_id] = request
+
+    def _admit(self, scheduled: dict[str, tuple[int, int]], by_name: dict[str, Request]) -> None:
+        for request in list(self.waiting):
+            hit: list[int] = []
+            for key in request.block_hashes[: (request.num_tokens - 1) // SIZE]:
+                if key not in self.cached:
+                    break
+                hit.append(self.cached[key])
+            local = len(hit) * SIZE
+            self.asked += 1
+            external, is_async = self.side.match(request, local)
+            assert external % SIZE == 0
+            assert local + external <= request.num_tokens - (not is_async)
+            adds = 0 if is_async else min(CHUNK, request.num_tokens - local - external)
+            for block in hit:
+                self._take(block)
+            request.blocks = list(hit)
+            if not self._grow(request, local + external + adds):
+                self._give_back(request)
+                return
+            self.waiting.remove(request)
+            if external:
+                self.side.allocated(request, request.blocks, external)
+            by_name[request.request_id] = request
+            if is_async:
+                request.computed, request.state = local, "parked"
+                self.parked[request.request_id] = request
+                continue
+            # As in vLLM, blocks are found by others from the moment that they are promised.
+            self._cache(request, local + external)
+            request.computed, request.state = local + external, "running"
+            self.running.append(request)
+            scheduled[request.request_id] = (request.computed, adds)
+
+    def _compute(self, request: Request, has: int, adds: int, bad: set[int]) -> None:
+        keys = request.block_hashes
+        for index in range(has // SIZE):
+            block = request.blocks[index]
+            if block in bad:
+                break
+            for layer, tensor in enumerate(self.tensors):
+                assert np.array_equal(tensor[block], content(keys[index], layer)), (
+                    f"{request.request_id} reads what is not its own in block {index}"
+                )
+        for index in range(has // SIZE, -(-(has + adds) // SIZE)):
+            block = request.blocks[index]
+            for layer, tensor in enumerate(self.tensors):
+                tensor[block] = content(keys[index], layer) if (index + 1) * SIZE <= has + adds else 255
+        request.computed = has + adds
+        self._cache(request, request.computed)
+
+    def _settle(
+        self, scheduled: dict[str, tuple[int, int]], by_name: dict[str, Request], bad: set[int]
+    ) -> None:
+        """Requests that read a block which did not arrive go back to before it; what they made of it is void."""
+        if not bad:
+            return
+        self.invalid += bad
+        for name in scheduled:
+            request = by_name[name]
+            index = next((i for i, block in enumerate(request.blocks) if block in bad), None)
+            if index is None or index * SIZE >= request.computed:
+                continue
+            for block in request.blocks[index:]:
+                self._uncache(block)
+            request.computed = index * SIZE
+
+    def _unpark(self, arrived: set[str], bad: set[int]) -> None:
+        for name in arrived:
+            request = self.parked.pop(name)
+            if request.state == "aborted":
+                self._give_back(request)
+                request.state = "done"
+                continue
+            good = next((i for i, block in enumerate(request.blocks) if block in bad), len(request.blocks))
+            request.computed = min(good * SIZE, request.num_tokens - 1)
+            self._cache(request, good * SIZE)
+            if request.computed == 0:
+                self._give_back(request)
+                request.state = "waiting"
+                self.waiting.insert(0, request)
+            else:
+                request.state = "running"
+                self.running.append(request)
+
+    def _generated(self, request: Request) -> None:
+        made = request.num_tokens - request.num_prompt_tokens
+        if made < request.to_generate:
+            request.all_token_ids.append(1 + sum(request.all_token_ids) % 7)
+            return
+        self.running.remove(request)
+        request.answer = self.side.finished(request)
+        self._give_back(request)
+        request.state = "done"
+        self.finished.append(request)
+
+    def _grow(self, request: Request, tokens: int) -> bool:
+        needed = -(-tokens // SIZE) - len(request.blocks)
+        if needed > len(self.free):
+            return False
+        for _ in range(needed):
+            block, _ = self.free.popitem(last=False)
+            self._uncache(block)
+            self.refs[block] = 1
+            request.blocks.append(block)
+        return True
+
+    def _take(self, block: int) -> None:
+        self.free.pop(block, None)
+        self.refs[block] += 1
+
+    def _give_back(self, request: Request) -> None:
+        for block in reversed(request.blocks):
+            self.refs[block] -= 1
+            if not self.refs[block]:
+                self.free[block] = None
+        request.blocks = []
+
+    def _cache(self, request: Request, tokens: int) -> None:
+        for key, block in zip(request.block_hashes[: tokens // SIZE], request.blocks, strict=False):
+            if key not in self.cached and block not in self.key_of:
+                self.cached[key], self.key_of[block] = block, key
+
+    def _uncache(self, block: int) -> None:
+        key = self.key_of.pop(block, None)
+        if key is not None:
+            self.cached.pop(key, None)

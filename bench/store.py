@@ -10,6 +10,11 @@ taken between neighbouring slices of one thread, so that what the machine does b
 A second client is a second thread of the same process; for Redis and Mooncake over TCP it has the same server.
 What a get moves ends in the caller's memory, what a put stores begins there. A system that cannot start is listed
 as absent with its error. A run that is ended early goes on when the same command runs again.
+
+    python bench/store.py --records
+
+measures only what depends on how many blocks a store holds: how long it takes to open and what memory it takes, at one
+million and at five, and how long a purge of a million takes and holds others up.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ from typing import Any, NamedTuple
 from harness import RESULTS, Budget, Journal, add_modes, environment, in_turns, write_result
 from rich.console import Console
 from store_peers.process import StoreWorker
-from store_report import CHAIN_ONLY, KIB, MIB, OURS, against, behind, reaches, summarise, table
+from store_report import CHAIN_ONLY, KIB, MIB, OURS, against, behind, many_blocks, reaches, summarise, table
 from systems import System, WorkerFailed
 
 PEERS = Path(__file__).parent / "store_peers"
@@ -122,8 +127,7 @@ class Bench:
         self._once("disk", fio, self._folder)
         for script in ("lookups", "host_lookups"):
             self._once(script, lookups, script, 0.5 if self._mode is not SMOKE else 0.02)
-        for count in (CHAIN_ONLY, *self._mode.records):
-            self._once(f"records|{count}", records, self._folder, count)
+        self.count_records()
         try:
             for round_number in range(self._mode.rounds):
                 for size in self._mode.sizes:
@@ -132,6 +136,12 @@ class Bench:
         finally:
             for worker in self._kept.values():
                 worker.close()
+
+    def count_records(self) -> None:
+        """What depends on how many blocks a store holds."""
+        for count in (CHAIN_ONLY, *self._mode.records):
+            self._once(f"records|{count}", records, self._folder, count)
+        self._once(f"purge|{self._mode.records[0]}", purge, self._folder, self._mode.records[0])
 
     def _once(self, key: str, measure: Any, *arguments: Any) -> None:
         if key in self._journal.done:
@@ -265,6 +275,17 @@ def records(folder: Path, count: int) -> dict[str, Any]:
     return {**made, "starts": starts}
 
 
+def purge(folder: Path, count: int) -> dict[str, Any]:
+    """Purge a tenant of `count` blocks on ssd: seconds, and how long another tenant waited meanwhile."""
+    place = folder / "purged"
+    shutil.rmtree(place, ignore_errors=True)
+    _script("records.py", "make", str(place), "--count", str(count))
+    try:
+        return _script("purges.py", str(place))
+    finally:
+        shutil.rmtree(place)
+
+
 def _script(name: str, *arguments: str) -> dict[str, Any]:
     command = [sys.executable, str(PEERS / name), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
@@ -322,8 +343,15 @@ def parsed(words: list[str] | None = None) -> argparse.Namespace:
         parser.add_argument(f"--{name}-python", type=Path, help=f"Python that has {name}")
     parser.add_argument("--redis", type=Path, help="redis-server")
     parser.add_argument("--only", help="names of systems, separated by commas")
+    parser.add_argument(
+        "--records", action="store_true", help="only starts, memory and a purge of stores of many blocks"
+    )
     parser.add_argument("--folder", type=Path, help="disk to use; default: the one for temporary files")
-    parser.add_argument("--out", type=Path, help="result file; default bench/results/store-MODE.json")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="result file; default bench/results/store-MODE.json, or store-records-MODE.json",
+    )
     return parser.parse_args(words)
 
 
@@ -331,15 +359,19 @@ def main() -> None:
     arguments = parsed()
     mode: Mode = arguments.mode
     console = Console(width=None if sys.stdout.isatty() else 150)
-    out = arguments.out or RESULTS / f"store-{mode.name}.json"
+    part = "store-records" if arguments.records else "store"
+    out = arguments.out or RESULTS / f"{part}-{mode.name}.json"
     folder = (arguments.folder or Path(tempfile.gettempdir())) / f"workmem-bench-{out.stem}"
     folder.mkdir(parents=True, exist_ok=True)
-    systems = systems_of(arguments, mode.dram_bytes, folder)
-    config = {"mode": mode._asdict(), "only": arguments.only}
+    systems = [] if arguments.records else systems_of(arguments, mode.dram_bytes, folder)
+    config = {"mode": mode._asdict(), "only": "records" if arguments.records else arguments.only}
     machine = environment()
     journal = Journal(out.with_suffix(".partial.jsonl"), config | {"commit": machine["commit"]})
     bench = Bench(mode, systems, folder, journal, console)
-    bench.run()
+    if arguments.records:
+        bench.count_records()
+    else:
+        bench.run()
     rows = summarise(journal.done)
     media = {system.name: system.options["medium"] for system in systems}
     compared = against(rows, media)
@@ -354,6 +386,7 @@ def main() -> None:
         },
         "absent": bench.absent,
         "reaches": reaches(rows, journal.done),
+        "many_blocks": many_blocks(journal.done),
         "against": compared,
         "behind": behind(compared),
         "rows": rows,
@@ -362,8 +395,10 @@ def main() -> None:
         "raw": [entry for entry in journal.done.values() if "op" in entry],
     }
     write_result(out, body)
-    for medium in ("dram", "ssd"):
+    for medium in ("dram", "ssd") if rows else ():
         console.print(table(rows, [name for name in media if media[name] == medium]))
+    for line in body["many_blocks"]:
+        console.print(line["said"])
     for reach in body["reaches"]:
         mark = "met   " if reach["is_met"] else "missed"
         console.print(f"{mark} {reach['what']}: {reach['measured']:.3g} (bound {reach['bound']:.3g})")

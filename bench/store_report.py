@@ -122,16 +122,9 @@ def reaches(rows: list[dict[str, Any]], entries: dict[str, dict[str, Any]]) -> l
 
 
 def growth(entries: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Start and memory of stores of many records."""
-    opened = {
-        int(k.split("|")[1]): e["found"]
-        for k, e in entries.items()
-        if k.startswith("records|") and "found" in e
-    }
-    base = opened.pop(CHAIN_ONLY, None)
+    """Start and memory of stores of many records, beside what they are held to."""
     found = []
-    for count, made in sorted(opened.items()):
-        seconds = statistics.median(start["seconds"] for start in made["starts"])
+    for count, (seconds, each) in opened(entries).items():
         if count == 1_000_000:
             found.append(
                 {
@@ -141,11 +134,7 @@ def growth(entries: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
                     "is_met": seconds <= REPLAY_BOUND_S,
                 }
             )
-        if base is not None:
-            grown = min(s["private_bytes"] for s in made["starts"]) - min(
-                s["private_bytes"] for s in base["starts"]
-            )
-            each = grown / (count - CHAIN_ONLY)
+        if each is not None:
             found.append(
                 {
                     "what": f"bytes of memory per record at {count}",
@@ -154,6 +143,43 @@ def growth(entries: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
                     "is_met": each < RECORD_BOUND_BYTES,
                 }
             )
+    return found
+
+
+def opened(entries: dict[str, dict[str, Any]]) -> dict[int, tuple[float, float | None]]:
+    """By how many records a store held: seconds to the first lookup, and bytes of memory per record."""
+    made = {
+        int(k.split("|")[1]): e["found"]["starts"]
+        for k, e in sorted(entries.items())
+        if k.startswith("records|") and "found" in e
+    }
+    base = made.pop(CHAIN_ONLY, None)
+
+    def each(count: int) -> float | None:
+        if base is None:
+            return None
+        grown = min(s["private_bytes"] for s in made[count]) - min(s["private_bytes"] for s in base)
+        return grown / (count - CHAIN_ONLY)
+
+    return {n: (statistics.median(s["seconds"] for s in made[n]), each(n)) for n in sorted(made)}
+
+
+def many_blocks(entries: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """How stores of many blocks open, grow and are purged, each also as a line for people."""
+    found: list[dict[str, Any]] = []
+    for count, (seconds, each) in opened(entries).items():
+        size = "" if each is None else f", {each:.0f} bytes of memory per block"
+        said = f"{count} blocks: {seconds:.2f} s from process start to the first lookup{size}"
+        found.append({"blocks": count, "start_s": seconds, "bytes_per_block": each, "said": said})
+    for made in (e["found"] for k, e in entries.items() if k.startswith("purge|") and "found" in e):
+        waits = {name: took["max_us"] / 1000 for name, took in made["other_meanwhile"].items()}
+        said = (
+            f"purge of {made['blocks']} blocks: {made['gone_from_disk_s']:.1f} s until nothing is left; longest wait "
+            f"of another tenant {waits['lookup']:.1f} ms for a lookup, {waits['lease']:.1f} ms for a lease"
+        )
+        found.append(
+            {"blocks": made["blocks"], "purge_s": made["gone_from_disk_s"], "waits_ms": waits, "said": said}
+        )
     return found
 
 

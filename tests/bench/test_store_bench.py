@@ -21,7 +21,7 @@ sys.path.insert(0, str(bench.PEERS))
 import driver
 import workmem_store
 
-SIZE = 64 << 10
+SIZE, CHAIN = 64 << 10, store_report.CHAIN_ONLY
 
 
 class Dict(driver.Store):
@@ -226,6 +226,8 @@ def test_growth_is_counted_from_a_store_of_few_records():
     entries = dict(
         [opened(store_report.CHAIN_ONLY, 10**6, 0.2), opened(many, 10**6 + 250 * (many - 512), 4.0)]
     )
+    (line,) = store_report.many_blocks(entries)
+    assert (line["start_s"], line["bytes_per_block"]) == (4.0, 250.0)
     replay, growth = store_report.growth(entries)
     assert (replay["measured"], replay["is_met"]) == (4.0, False)
     assert (growth["measured"], growth["is_met"]) == (250.0, True)
@@ -275,6 +277,41 @@ def test_a_store_of_many_records_opens_and_finds_its_first_context(tmp_path: Pat
     assert all(start["seconds"] > 0 for start in found["starts"])
 
 
+def test_a_tenant_of_many_records_is_purged_while_another_goes_on(tmp_path: Path):
+    found = bench.purge(tmp_path, 2000)
+    assert (found["blocks"], found["pages_left"]) == (2000, 512)
+    assert 0 < found["purge_s"] <= found["gone_from_disk_s"]
+    for when in ("other_before", "other_meanwhile"):
+        for what in ("lookup", "lease"):
+            waits = found[when][what]
+            assert 0 < waits["p50_us"] <= waits["p99_us"] <= waits["max_us"]
+    assert list(tmp_path.iterdir()) == []
+    (line,) = store_report.many_blocks({"purge|2000": {"found": found}})
+    assert line["said"].startswith("purge of 2000 blocks: ")
+
+
+def test_only_what_depends_on_the_number_of_blocks_is_measured(tmp_path: Path, monkeypatch):
+    def measured(_, count: int) -> dict[str, int]:
+        return {"blocks": count}
+
+    monkeypatch.setattr(bench, "records", measured)
+    monkeypatch.setattr(bench, "purge", measured)
+    out = tmp_path / "found.json"
+    monkeypatch.setattr(bench, "summarise", lambda _: [])
+    monkeypatch.setattr(bench, "reaches", lambda *_: [])
+    monkeypatch.setattr(bench, "many_blocks", lambda _: [])
+    words = ["store.py", "--records", "--folder", str(tmp_path), "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", words)
+    bench.main()
+    once = json.loads(out.read_text())["once"]
+    assert {name: made["found"]["blocks"] for name, made in once.items()} == {
+        f"records|{CHAIN}": CHAIN,
+        "records|1000000": 1_000_000,
+        "records|5000000": 5_000_000,
+        "purge|1000000": 1_000_000,
+    }
+
+
 def test_prefixes_are_timed_at_both_lengths():
     found = bench.lookups("lookups", 0.01)
     for n in (32, 512):
@@ -296,11 +333,11 @@ def test_only_systems_whose_place_is_given_are_asked_for(tmp_path: Path):
 
 
 def test_a_system_that_cannot_start_is_absent_with_its_error(tmp_path: Path):
-    mode = bench.SMOKE._replace(records=(), sizes=(SIZE,))
+    mode = bench.SMOKE._replace(records=(CHAIN,), sizes=(SIZE,))
     system = System("redis", Path("/nowhere/python"), "redis_socket.py", {"threads": 2, "medium": "dram"})
     journal = bench.Journal(tmp_path / "run.partial.jsonl", {})
     run = bench.Bench(mode, [system], tmp_path, journal, bench.Console(quiet=True))
-    for once in ("disk", "lookups", "host_lookups", f"records|{store_report.CHAIN_ONLY}"):
+    for once in ("disk", "lookups", "host_lookups", f"records|{CHAIN}", f"purge|{CHAIN}"):
         journal.record(once, skipped="not here")
     run.run()
     assert run.absent["redis"].startswith("python redis_socket.py: ")

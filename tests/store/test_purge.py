@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 
@@ -152,6 +153,58 @@ def test_a_page_that_is_being_moved_does_not_outlive_a_purge(kit, monkeypatch):
     for chain in (mine, other):
         assert page_bytes(chain.keys[3], SMALL)[:64] not in on_disk(kit)
     assert store.gauges()["store_ssd_pages"] == 0
+
+
+@pytest.mark.parametrize("other_blocks", [0, 6], ids=["alone in its segments", "beside another"])
+def test_what_is_being_purged_is_not_written_again(kit, monkeypatch, other_blocks):
+    store = kit.open(io="buffered")
+    mine, other = Chain(tenant("mine"), 40, seed=1), Chain(tenant("other"), other_blocks, seed=1)
+    for chain in (mine, other):
+        chain.save(store)
+    withdraw, left, seen = store.pool.state.withdraw, iter(range(100)), []
+
+    def slowly(row, reason):
+        withdraw(row, reason)
+        if next(left) == 33:
+            # A part of the pages has left. The disk's thread may take its turn now, and sees the others.
+            store.pool.state.outbox.lock.release()
+            time.sleep(0.1)
+            seen.append(len(list((kit.folder / "segments").iterdir())))
+            store.pool.state.outbox.lock.acquire()
+
+    monkeypatch.setattr(store.pool.state, "withdraw", slowly)
+    assert store.purge(of("mine")).blocks == 40
+    assert store.flush(20)
+    assert seen == [1], "erased before all that is to be erased was known"
+    moved = store.gauges()["store_ssd_moved_bytes_total"]
+    assert moved == other_blocks * (4096 + SMALL.page_bytes)
+    assert page_bytes(mine.keys[39], SMALL)[:64] not in on_disk(kit)
+    assert read_all(store, other.root, other.keys) == other_blocks
+
+
+def test_compaction_leaves_out_what_is_being_purged(kit, monkeypatch):
+    store = kit.open(io="buffered")
+    mine, other = Chain(tenant("mine"), 8, seed=1), Chain(tenant("other"), 8, seed=1)
+    for chain in (mine, other):
+        chain.save(store)
+    tier = store._tier
+    (segment,) = tier.index.segments.values()
+    sweep = store.pool.sweep
+
+    def compacted_first(space):
+        # As where room is made on the disk while a purge has only begun.
+        tier._files.seal(segment)
+        tier._room.compact(segment)
+        sweep(space)
+
+    monkeypatch.setattr(store.pool, "sweep", compacted_first)
+    store.purge(of("mine"))
+    assert store.flush(20)
+    assert store.gauges()["store_ssd_moved_bytes_total"] == 8 * (4096 + SMALL.page_bytes)
+    assert page_bytes(mine.keys[3], SMALL)[:64] not in on_disk(kit)
+    arena = store.arena
+    assert page_bytes(mine.keys[3], SMALL)[:64] not in bytes(arena.readable(0, arena.capacity_bytes))
+    assert read_all(store, other.root, other.keys) == 8
 
 
 def test_purge_holds_after_a_kill(kit):

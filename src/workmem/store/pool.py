@@ -6,6 +6,7 @@ while it is held: what must be told is collected and told after.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from itertools import repeat
 from typing import TYPE_CHECKING
@@ -29,7 +30,11 @@ if TYPE_CHECKING:
     from workmem.store.tiers.segments import Extent
 
 _PURGE_STEP = 32
-"""Blocks taken out, and their frames zeroed, under one hold of the lock: some milliseconds."""
+"""Blocks taken out under one hold of the lock."""
+_PURGE_STEP_BYTES = 16 * 2**20
+"""And most bytes of frames, but one page at least: zeroing them takes some milliseconds."""
+_PURGE_TURN_S, _PURGE_PAUSE_S = 0.002, 0.0001
+"""A purge takes the lock again before anybody who waits for it has woken: now and then it gives them the time to."""
 
 
 class Pool:
@@ -203,15 +208,23 @@ class Pool:
 
     def sweep(self, space: Space) -> None:
         """Give up the frames and places of a purged namespace, some at a time."""
-        while True:
+        step = max(1, min(_PURGE_STEP, _PURGE_STEP_BYTES // space.frame_bytes))
+        with self.state.outbox:
+            # Once for all: a dictionary looks for its first entry past all that have been deleted before it.
+            rows = list(space.rows.values())
+            space.ghosts.clear()
+        key, turn_ends = self.state.catalog.key, time.perf_counter() + _PURGE_TURN_S
+        for at in range(0, len(rows), step):
             with self.state.outbox:
-                rows = [row for row, _ in zip(space.rows.values(), range(_PURGE_STEP), strict=False)]
-                for row in rows:
-                    self.state.withdraw(row, MissReason.COLD)
-                space.ghosts.clear()
-                if not rows:
-                    self.state.leaving.pop(space.number, None)
-                    return
+                for row in rows[at : at + step]:
+                    # It may have left meanwhile, and its number be another block's.
+                    if space.rows.get(key[row]) == row:
+                        self.state.withdraw(row, MissReason.COLD)
+            if time.perf_counter() > turn_ends:
+                time.sleep(_PURGE_PAUSE_S)
+                turn_ends = time.perf_counter() + _PURGE_TURN_S
+        with self.state.outbox:
+            self.state.leaving.pop(space.number, None)
 
     def forget_space(self, space: Space) -> None:
         """Replay found that a namespace was purged before the last stop."""

@@ -285,6 +285,8 @@ class Residents:
 
     def settle_late(self, row: int) -> None:
         """`row` is in the order now, or will not come: those that waited for it enter, parents first."""
+        if not self._late:
+            return
         ready = [row]
         while ready:
             parent = ready.pop()
@@ -356,7 +358,9 @@ class Residents:
             self._follow()
 
     def _forget(self, row: int, reason: MissReason) -> None:
-        self.catalog.space[row].remember(self.catalog.key[row], reason)
+        space = self.catalog.space[row]
+        if not space.is_purged:
+            space.remember(self.catalog.key[row], reason)
         if self.care.is_used:
             self.care.gone(row)
         self.catalog.drop(row)

@@ -5,7 +5,8 @@ Part of the pool's state, as the index is: every method takes the pool's lock (R
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Generator, Iterable
 
 from workmem.store.catalog import Space
 from workmem.store.outbox import Outbox
@@ -25,8 +26,9 @@ class Strikes:
         self._erasures: set[int] = set()
         """Numbers of segments that hold pages of a purged namespace."""
         self._is_erasing = False
-        self.may_erase = True
-        """Off once the store closes: what is not erased by then is left to the next start, which the journal tells."""
+        self._sweeps = 0
+        """Purges that still give up pages: segments are erased, and the journal written anew, once for all of them."""
+        self._is_closing = False
         self._is_purging = False
         """What was struck out last is not all durable, and some of it was purged."""
         self.names_are_left = False
@@ -42,8 +44,9 @@ class Strikes:
             self._erasures.add(segment.number)
         else:
             self._deletes.append(DeleteEntry(space.number, key))
-        # The writer may be asleep, and a flush waits for what it has to do.
-        self._outbox.changed.notify_all()
+        if not (space.is_purged and self._sweeps):
+            # The writer may be asleep, and a flush waits for what it has to do. A sweep says so once, at its end.
+            self._outbox.changed.notify_all()
 
     def drop_space(self, space: Space) -> None:
         """A purged namespace is void in the journal with one word."""
@@ -51,6 +54,18 @@ class Strikes:
             self._is_purging = True
             self._deletes.append(DropEntry(space.number))
             self._outbox.changed.notify_all()
+
+    @contextlib.contextmanager
+    def sweeping(self) -> Generator[None]:
+        """While pages of purged namespaces leave, some at a time: nothing is erased before they all have."""
+        with self._outbox:
+            self._sweeps += 1
+        try:
+            yield
+        finally:
+            with self._outbox:
+                self._sweeps -= 1
+                self._outbox.changed.notify_all()
 
     def take_all(self) -> None:
         """A snapshot was taken: strikes of pages that are not in it have nothing left to strike out.
@@ -97,17 +112,35 @@ class Strikes:
     @property
     def is_settled(self) -> bool:
         """Nothing is to be struck out or erased, nor under way."""
-        return not (self.has_deletes or self._is_erasing)
+        return not (self.has_deletes or self._has_traces or self._is_erasing)
 
     @property
     def has_deletes(self) -> bool:
-        """Something waits to be struck out, erased, or not named any more."""
+        """Something waits to be struck out, erased, or not named any more, and is due."""
         # Between two steps of the writer, strikes under way are such that failed with a rewrite.
-        return bool(self._deletes or self._erasures or self._is_striking or self.names_are_left)
+        return bool(self._deletes or self._is_striking) or (self._has_traces and not self._sweeps)
+
+    @property
+    def _has_traces(self) -> bool:
+        return bool(self._erasures or self.names_are_left)
+
+    @property
+    def may_erase(self) -> bool:
+        """Neither is a purge half-way, which would have more to erase, nor does the store close.
+
+        What is not erased by then is left to the next start, which the journal tells.
+        """
+        return not (self._is_closing or self._sweeps)
+
+    def close(self) -> None:
+        """Nothing is erased any more. The lock is held by the caller."""
+        self._is_closing = True
 
     def take_erasures(self) -> list[int]:
         """Numbers of segments that hold pages of a purged namespace: what else is in them is to move, and they are to go."""
         with self._outbox:
+            if self._sweeps:
+                return []
             numbers, self._erasures = self._erasures, set()
             self._is_erasing = bool(numbers)
             return sorted(numbers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -202,11 +203,12 @@ class Store:
         """
         spaces = self._pool.purge(chosen)
         gone = Purged.of(spaces)
-        for space in spaces:
-            if self._tier is not None:
-                self._tier.index.strikes.drop_space(space)
-            self._pool.sweep(space)
-            self._pins.purged(space.root)
+        with contextlib.nullcontext() if self._tier is None else self._tier.index.strikes.sweeping():
+            for space in spaces:
+                if self._tier is not None:
+                    self._tier.index.strikes.drop_space(space)
+                self._pool.sweep(space)
+                self._pins.purged(space.root)
         return gone
 
     def survey(self, chosen: Callable[[Namespace], bool]) -> Purged:

@@ -32,7 +32,7 @@ class WriterThread:
         """Stop after the batch under way, or the page that is moved. False if the disk holds it longer than `timeout_s`."""
         with self._pool.state.outbox:
             self._stopping = True
-            self._tier.index.strikes.may_erase = False
+            self._tier.index.strikes.close()
             self._pool.state.outbox.changed.notify_all()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()

@@ -107,6 +107,9 @@ class Room:
             for page in self._index.pages_of(victim):
                 if is_cut := not may_go_on():
                     break
+                if page.space.is_purged:
+                    # A purge is about to take it out: it goes with the segment.
+                    continue
                 new = self._rewrite_page(page)
                 if new is not None:
                     touched[new.segment.number] = new.segment

@@ -66,6 +66,17 @@ def test_a_session_stays_with_one_server_and_sessions_spread(front, engines):
     assert not by_engine[0] & by_engine[1]
 
 
+def test_one_session_name_of_many_tenants_is_many_sessions(front, engines):
+    for turn in range(2):
+        for tenant in range(12):
+            front.chat(f"turn {turn}", {"x-session-id": "main", "x-workmem-tenant": f"t{tenant}"})
+    # By its name alone all of it would lie on one server, and whoever picks a name would pick the server for others.
+    by_engine = [[request.caller.tenant for request in engine.requests] for engine in engines]
+    assert all(by_engine)
+    assert not set(by_engine[0]) & set(by_engine[1])
+    assert sorted(by_engine[0] + by_engine[1]) == sorted(2 * [f"t{tenant}" for tenant in range(12)])
+
+
 def test_a_session_stays_with_one_server_that_is_slow_to_say_what_it_serves(engines, stack, wire_to, until):
     def slow_to_list(app):
         async def serve(scope, receive, send):

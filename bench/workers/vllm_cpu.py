@@ -20,7 +20,6 @@ def load(options: dict[str, Any]) -> tuple[dict[str, Any], Run]:
         "DO_NOT_TRACK": "1",
     }
     import torch  # noqa: PLC0415 - after the environment is set
-
     import vllm  # noqa: PLC0415
 
     llm = vllm.LLM(

@@ -6,6 +6,7 @@ from cyclopts import App
 
 from workmem import __version__
 from workmem.cli.store import app as store
+from workmem.cli.vllm import app as vllm
 
 app = App(
     name="workmem",
@@ -42,3 +43,4 @@ model.command("workmem.cli.model:prepare_model", name="prepare", help="Make a mo
 model.command("workmem.cli.model:list_models", name="list", help="List the models known by name.")
 app.command(model)
 app.command(store)
+app.command(vllm)

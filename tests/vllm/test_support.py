@@ -1,0 +1,80 @@
+"""SUPPORT.toml, the versions that the connector takes, and the snapshots of what is used of vLLM agree."""
+
+import ast
+import tomllib
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from workmem.engines.vllm.versions import SUPPORTED, minor_of
+from workmem.testing.signatures import MISSING, Snapshot, differences
+
+ROOT = Path(__file__).parents[2]
+SUPPORT = tomllib.loads((ROOT / "SUPPORT.toml").read_text(encoding="utf-8"))["vllm"]
+VERSIONS = {version["minor"]: version for version in SUPPORT["version"]}
+TOUCHED = tomllib.loads((ROOT / "engine_tests" / "with_vllm" / "touched.toml").read_text(encoding="utf-8"))
+
+
+def snapshot_of(minor: str) -> Snapshot:
+    return msgspec.json.decode((ROOT / VERSIONS[minor]["snapshot"]).read_bytes(), type=Snapshot)
+
+
+def imports() -> set[tuple[str, str]]:
+    """Module and name of all that is imported from vLLM."""
+    return {
+        (node.module, alias.name)
+        for path in (ROOT / "src" / "workmem" / "plugins").glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm"
+        for alias in node.names
+    }
+
+
+def test_the_versions_that_are_taken_are_the_listed_ones():
+    assert tuple(VERSIONS) == SUPPORTED
+    assert {version["evidence"] for version in VERSIONS.values()} <= {"run", "signatures"}
+    assert any(version["evidence"] == "run" for version in VERSIONS.values())
+    assert {path["evidence"] for path in SUPPORT["path"]} <= {"run", "signatures", "untested"}
+
+
+@pytest.mark.parametrize("minor", SUPPORTED)
+def test_a_version_has_its_snapshot_of_all_that_is_used(minor):
+    taken = snapshot_of(minor)
+    assert minor_of(taken.version) == minor
+    wanted = {f"{file}:{name}" for file, names in TOUCHED.items() for name in names}
+    assert taken.names.keys() == wanted
+    assert {
+        f"{name}.{member}" for name, all_ in taken.names.items() for member in all_ if all_[member] == MISSING
+    } == set()
+    listed = {
+        (f"{file}:{name}", member)
+        for file, names in TOUCHED.items()
+        for name, members in names.items()
+        for member in members
+        if member != "*"
+    }
+    assert {pair for pair in listed if pair[1] not in taken.names[pair[0]]} == set()
+
+
+def test_all_that_later_versions_changed_is_known_and_judged():
+    first = next(minor for minor, version in VERSIONS.items() if version["evidence"] == "run")
+    changed = {}
+    for minor, version in VERSIONS.items():
+        if version["evidence"] == "signatures":
+            changed |= differences(snapshot_of(first), snapshot_of(minor))
+    judged = {change["name"]: change["why"] for change in SUPPORT["changed"]}
+    news = {name: what for name, what in changed.items() if name not in judged}
+    assert not news, "judge each, then list it in SUPPORT.toml:\n" + "\n".join(
+        f"{n}: {w}" for n, w in news.items()
+    )
+    assert judged.keys() == changed.keys()
+    assert all(judged.values())
+
+
+def test_all_that_is_imported_of_vllm_is_in_the_snapshots():
+    used = {name for names in TOUCHED.values() for name in names}
+    # `current_platform` is an instance of Platform; a version is read by its number.
+    known = used | {"current_platform", "__version__"}
+    assert len(imports()) > 5
+    assert {pair for pair in imports() if pair[1] not in known} == set()

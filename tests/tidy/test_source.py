@@ -25,6 +25,7 @@ BROAD_EXCEPTS = {
     "engines/embedded/loading.py": 1,
     "engines/embedded/output.py": 1,
     "engines/vllm/guard.py": 1,
+    "engines/vllm/offload_tier.py": 1,
     "engines/vllm/worker.py": 1,
     "gateway/exchange.py": 1,
     "gateway/generation.py": 1,

@@ -1,0 +1,39 @@
+"""How what vLLM loads comes to the host's store."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from workmem.config import Config, cache_dir, host_socket, load
+from workmem.engines.vllm.store_process import ensure_store
+from workmem.store.copying import use_native_copy
+from workmem.store.host.client import HostStore
+
+log = logging.getLogger("vllm.workmem")
+
+
+def read_settings(said: Mapping[str, object]) -> Config:
+    """Our settings, with those of vLLM's configuration that are dotted paths. Raises ConfigError on a bad one."""
+    return load(sets=[f"{path}={value}" for path, value in said.items() if "." in path]).config
+
+
+def open_store(settings: Config, said: Mapping[str, object]) -> HostStore:
+    """A client of the host's store, which is started with what `said` says of it if none is served."""
+    socket = host_socket(settings.store.host.socket)
+    if settings.vllm.start_store:
+        wanted = {
+            path: str(value)
+            for path, value in said.items()
+            if path.startswith("store.") and path != "store.host.socket"
+        }
+        why = ensure_store(socket, wanted, cache_dir() / "run" / "store.log", settings.vllm.start_s)
+        if why:
+            log.warning("workmem: no store (%s); everything is computed until one is served", why)
+    use_native_copy(cache_dir())
+    return HostStore(
+        socket,
+        call_s=settings.store.host.call_s,
+        save_queue_pages=settings.store.save_queue_pages,
+        attaches=False,
+    )

@@ -15,9 +15,7 @@ def made(per_chunk: int, tensors: int = 2, groups: list[list[tuple[int, int]]] |
     host = np.zeros((6, tensors * per_chunk * PAGE + 8), dtype=np.uint8)
     step = per_chunk * PAGE
     chunks = [host[:, t * step : (t + 1) * step] for t in range(tensors)]
-    copy = ChunkCopy(
-        blocks, chunks, groups or [[(t, PAGE) for t in range(tensors)]], per_chunk=per_chunk
-    )
+    copy = ChunkCopy(blocks, chunks, groups or [[(t, PAGE) for t in range(tensors)]], per_chunk=per_chunk)
     copy.blocks, copy.host = blocks, host  # type: ignore[attr-defined]
     return copy
 

@@ -151,8 +151,8 @@ def test_what_comes_back_is_taken_for_used(monkeypatch: pytest.MonkeyPatch):
     assert entered == [True] * 4 + [False]
 
 
-def test_a_chunk_that_never_came_leaves_its_row(order: EvictionName = "value"):
-    memory = HostMemory(order, 4)
+def test_a_chunk_that_never_came_leaves_its_row():
+    memory = HostMemory("value", 4)
     names = names_of("a", 4)
     memory.begin(names, chain_of(names))
     memory.end(names[2:])
@@ -215,7 +215,12 @@ def test_rows_and_chunks_agree_whatever_happens(order: EvictionName, seed: int):
             memory.unread(reading.pop(chance.randrange(len(reading))))
         else:
             memory.policy.used(names)
-        rows = [memory.policy.get(name).chunk_id for names in contexts for name in names if memory.policy.get(name)]
+        rows = [
+            memory.policy.get(name).chunk_id
+            for names in contexts
+            for name in names
+            if memory.policy.get(name)
+        ]
         assert sorted(rows + memory.free) == list(range(24))
     assert memory.policy.off == ""
     for names in reading:

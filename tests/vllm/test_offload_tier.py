@@ -90,7 +90,9 @@ class Engine:
         content = hashlib.shake_128(name).digest(LAYOUT.page_bytes)
         return self.memory[row, : LAYOUT.page_bytes].tobytes() == content
 
-    def job(self, names: Sequence[bytes], rows: Sequence[int], *, is_load: bool, request: str = "r") -> ChunkJob:
+    def job(
+        self, names: Sequence[bytes], rows: Sequence[int], *, is_load: bool, request: str = "r"
+    ) -> ChunkJob:
         made = ChunkJob(next(self._numbers), request, names, rows, is_load=is_load)
         self.jobs.begin(made)
         return made
@@ -400,7 +402,9 @@ def test_an_end_gives_vllms_memory_back(store: Store):
 
 
 def test_a_chain_knows_each_group_apart():
-    ends = {b"a" + bytes([0, 0, 0, g]): 8 for g in range(2)} | {b"b" + bytes([0, 0, 0, g]): 16 for g in range(2)}
+    ends = {b"a" + bytes([0, 0, 0, g]): 8 for g in range(2)} | {
+        b"b" + bytes([0, 0, 0, g]): 16 for g in range(2)
+    }
     chain = Chain(ends)
     first, second = b"a" + bytes([0, 0, 0, 1]), b"b" + bytes([0, 0, 0, 1])
     assert chain.before(second) == first

@@ -30,8 +30,9 @@ class _Policy(CachePolicy):
         """See `ChunkPolicy.get`."""
         return self._chunks.get(key)
 
-    def insert(self, key: bytes, chunk: Any) -> None:
-        """See `ChunkPolicy.insert`."""
+    def insert(self, key: bytes, chunk: Any, req_context: Any = None) -> None:
+        """See `ChunkPolicy.insert`. The request's context is new in vLLM 0.33; `on_store_miss` had it before."""
+        del req_context
         self._chunks.insert(key, chunk)
 
     def remove(self, key: bytes) -> None:

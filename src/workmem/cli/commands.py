@@ -25,6 +25,9 @@ app.command(
     "workmem.cli.demo:demo", name="demo", help="Agents at work with reuse off, on, and after a restart."
 )
 app.command(
+    "workmem.cli.size:size", name="size", help="How much memory and disk the contexts of a fleet take."
+)
+app.command(
     "workmem.cli.version:version", name="version", help="Print versions of workmem and of what it runs on."
 )
 

@@ -78,3 +78,38 @@ def test_all_that_is_imported_of_vllm_is_in_the_snapshots():
     known = used | {"current_platform", "__version__"}
     assert len(imports()) > 5
     assert {pair for pair in imports() if pair[1] not in known} == set()
+
+
+def overrides() -> list[tuple[str, str, ast.FunctionDef]]:
+    """Class of vLLM, method of it, and ours in its place."""
+    return [
+        (base.id, node.name, node)
+        for path in sorted((ROOT / "src" / "workmem" / "plugins").glob("*.py"))
+        for cls in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(cls, ast.ClassDef)
+        for base in cls.bases
+        if isinstance(base, ast.Name)
+        for node in cls.body
+        if isinstance(node, ast.FunctionDef) and node.name != "__init__"
+    ]
+
+
+@pytest.mark.parametrize("minor", SUPPORTED)
+def test_what_is_overridden_takes_the_arguments_of_every_version(minor):
+    classes = {name.partition(":")[2]: members for name, members in snapshot_of(minor).names.items()}
+    checked = 0
+    for base, name, ours in overrides():
+        said = classes.get(base, {}).get(name, "")
+        if "def(" not in said:
+            continue
+        theirs = ast.parse(f"def f{said[said.index('def(') + 3 :]}: ...").body[0]
+        assert isinstance(theirs, ast.FunctionDef)
+        wanted = [argument.arg for argument in [*theirs.args.args, *theirs.args.kwonlyargs]]
+        taken = [argument.arg for argument in [*ours.args.args, *ours.args.kwonlyargs]]
+        assert wanted == taken[: len(wanted)], f"vLLM {minor}: {base}.{name}{said}"
+        assert len(ours.args.args) - len(ours.args.defaults) <= len(wanted), (
+            f"vLLM {minor}: {base}.{name}{said}"
+        )
+        assert ours.args.kwarg or not theirs.args.kwarg, f"vLLM {minor}: {base}.{name}{said}"
+        checked += 1
+    assert checked > 20

@@ -61,7 +61,7 @@ class _CpuWorker(OffloadingWorker):
         )
         return self._end(job_id, size, began)
 
-    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:  # noqa: FBT001, FBT002 - vLLM's
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: Any = None) -> bool:
         """Host memory into blocks. At once: `expedited`, new in vLLM 0.33, asks for no more."""
         del expedited
         assert self._copy is not None

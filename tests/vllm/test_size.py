@@ -1,12 +1,15 @@
 """Bytes of KV a token, from a model's configuration or its name, and what tiers hold of it."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
 from workmem.cli.main import main
 from workmem.core.errors import ConfigError
 from workmem.core.layout import KVLayout
+from workmem.core.units import format_bytes
 from workmem.engines.known_shapes import SHAPES, known_shape
 from workmem.engines.kv_size import KVShape, shape_from, size_of
 
@@ -175,3 +178,12 @@ def test_a_folder_with_something_else_in_it_is_told(tmp_path, capsys):
 def test_a_model_that_the_connector_does_not_take_says_so(capsys):
     assert main(["size", "gpt-oss-20b"]) == 0
     assert "not supported yet" in capsys.readouterr().out
+
+
+def test_the_table_of_the_guide_is_what_the_command_says():
+    text = (Path(__file__).parents[2] / "docs" / "guides" / "vllm.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([\w.-]+) \| ([\d,]+) \| ([\d.]+ \w+) \|$", text, re.MULTILINE)
+    assert len(rows) > 5
+    for name, token, context in rows:
+        count = SHAPES[name].token_bytes()
+        assert (f"{count:,}", format_bytes(count * 32 * 1024)) == (token, context), name

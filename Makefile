@@ -104,7 +104,8 @@ $(VENV)/.stamp-venv:
 	@$(PYTHON) -c '' || { echo "$(PYTHON) does not run: name a Python, as in 'make serve PYTHON=python3.12'"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "$(PYTHON) is older than 3.11: name a newer one, as in 'make serve PYTHON=python3.12'"; exit 1; }
-	@$(PYTHON) -m venv $(VENV)
+	@# As `-m venv` does, but Ctrl-C ends it without Python's traceback.
+	@$(PYTHON) -c 'import signal, sys, venv; signal.signal(signal.SIGINT, signal.SIG_DFL); venv.main(sys.argv[1:])' $(VENV)
 	@touch $@
 
 $(VENV)/.stamp-torch: | $(VENV)/.stamp-venv

@@ -1,5 +1,7 @@
 import json
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -145,7 +147,27 @@ def test_a_folder_without_config_is_named(folder):
 def test_truncated_weights_stop_the_start(folder, keep):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(ConfigError, match="cannot be loaded"):
+    with pytest.raises(ConfigError, match=r"model\.safetensors is cut short or damaged .* download it again"):
+        open_model(folder)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_files_that_may_not_be_read_are_named(folder, monkeypatch, name):
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != name)
+    with pytest.raises(ConfigError, match=rf"{name} may not be read"):
+        open_model(folder)
+
+
+def test_a_folder_that_may_not_be_read_is_named(folder, monkeypatch):
+    is_file = Path.is_file
+
+    def refuse(self):
+        if self.parent == folder:
+            raise PermissionError(13, "Permission denied", str(self))
+        return is_file(self)
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    with pytest.raises(ConfigError, match=rf"{folder.name} may not be read"):
         open_model(folder)
 
 

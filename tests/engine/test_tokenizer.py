@@ -177,8 +177,12 @@ def test_end_tokens_come_from_every_place(tmp_path):
 
 def test_a_folder_without_tokenizer_stops_the_start(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(ConfigError, match="tokenizer"):
+    with pytest.raises(ConfigError, match=r"has no tokenizer\.json; copy it"):
         ModelTokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match="has no usable tokenizer") as caught:
+        ModelTokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.model

@@ -5,16 +5,20 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 
 import pytest
 
 from workmem.core.errors import ConfigError, EngineError, QueueFull
 from workmem.gateway.app import build_app
 from workmem.gateway.config import ServerConfig
-from workmem.gateway.serve import listen
+from workmem.gateway.serve import Server, listen
 from workmem.testing.fake_engine import FakeEngine
 from workmem.testing.server import running
+
+PATIENT = ServerConfig(port=0, shutdown_s=1)
 
 
 def error_of(answer):
@@ -220,11 +224,13 @@ def test_an_endless_body_is_cut_off(wire):
 
 def test_slow_headers_are_cut_off(hasty):
     with hasty.open() as client:
+        client.settimeout(5)
         client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n")
-        began = time.monotonic()
-        assert client.recv(100).startswith(b"HTTP/1.1 408")
-        assert client.recv(100) == b""
-        assert time.monotonic() - began < 5
+        answer = b""
+        while more := client.recv(1000):
+            answer += more
+        assert answer.startswith(b"HTTP/1.1 408")
+        assert b"server.read_timeout_s" in answer
 
 
 def test_a_silent_connection_is_cut_off(hasty):
@@ -318,11 +324,58 @@ def test_unknown_paths_and_methods_answer_in_shape(wire):
     assert answer[1]["allow"] == "POST"
 
 
-def test_not_http_at_all(wire):
+@pytest.mark.parametrize("path", ["/chat/completions", "/v1/v1/chat/completions", "/models", "/v1"])
+def test_a_wrong_base_url_is_told_the_right_one(refusing, path):
+    status, error = error_of(refusing.get(path))
+    assert (status, error["code"]) == (404, "unknown_url")
+    assert f"base_url is {refusing.base_url}/v1." in error["message"]
+
+
+def raw_error(wire, data):
+    """Status and error of what is sent as it is."""
     with wire.open() as client:
-        client.sendall(b"\x16\x03\x01 hello\r\n\r\n")
-        assert client.recv(100).startswith(b"HTTP/1.1 400")
+        client.sendall(data)
+        answer = b""
+        while more := client.recv(65536):
+            answer += more
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return error_of((int(head.split()[1]), None, json.loads(body)))
+
+
+def test_not_http_at_all(wire):
+    status, error = raw_error(wire, b"\x16\x03\x01 hello\r\n\r\n")
+    assert (status, error["code"]) == (400, "not_http")
+    assert "https://" in error["message"], "the likeliest reason is TLS"
     assert wire.get("/health")[0] == 200
+
+
+def test_large_headers_are_refused_by_name(refusing):
+    status, error = error_of(refusing.get("/v1/models", {"x-big": "a" * 70_000}))
+    assert (status, error["code"]) == (431, "headers_too_large")
+    assert "x-big alone 70000" in error["message"]
+    assert refusing.get("/v1/models", {"x-big": "a" * 60_000})[0] == 200
+
+
+def test_endless_headers_are_cut_off(wire):
+    with wire.open() as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nx-big: ")
+        # Whoever goes on sending may find the connection reset before the answer is read.
+        with suppress(ConnectionResetError, BrokenPipeError):
+            client.sendall(b"a" * 200_000)
+            assert client.recv(100).startswith(b"HTTP/1.1 431")
+    assert wire.get("/health")[0] == 200
+
+
+def test_refused_values_are_told_with_what_would_do(refusing):
+    assert "got -1." in error_of(refusing.chat(temperature=-1))[1]["message"]
+    assert (
+        "choose one of 'auto', 'none', 'required'."
+        in error_of(refusing.chat(tool_choice="maybe"))[1]["message"]
+    )
+    robot = {"model": "fake-model", "messages": [{"role": "robot", "content": "x"}]}
+    assert "'system', 'tool', 'user'." in error_of(refusing.post("/v1/chat/completions", robot))[1]["message"]
+    # What is long would hide the reason.
+    assert len(error_of(refusing.chat(stop="x" * 2000))[1]["message"]) < 200
 
 
 def test_shutdown_closes_the_engine(engine, config):
@@ -381,6 +434,58 @@ def test_a_signal_stops_the_server_within_its_bound(wire_to, number, shutdown_s,
         assert (b"[DONE]" in answer) == is_whole
 
 
+@pytest.mark.parametrize(
+    ("number", "times"),
+    [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGINT, 2)],
+    ids=["once", "term", "twice"],
+)
+def test_a_stream_that_a_stop_cuts_off_is_told_so(wire_to, number, times):
+    # Twice: nobody has to wait for what the first Ctrl-C lets finish.
+    command = [sys.executable, "-c", SERVE.replace('"x" * 30', '"x" * 3000'), "30" if times == 2 else "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        wire = wire_to(process.stdout.readline().strip())
+        with wire.open() as client:
+            send_chat(client, stream=True)
+            assert b"200 OK" in client.recv(1000)
+            began = time.monotonic()
+            for _ in range(times):
+                process.send_signal(number)
+                time.sleep(0.3)
+            answer = b""
+            while data := client.recv(65536):
+                answer += data
+        assert process.stdout.readline() == "closed True running 0\n"
+        assert (process.wait(10), process.stderr.read()) == (0, ""), (
+            "a stop is no error and leaves no traceback"
+        )
+        assert time.monotonic() - began < 8
+    assert b'"code":"stopping"' in answer
+    assert b"[DONE]" not in answer
+
+
+def test_a_stop_says_what_it_waits_for(engine, wire_to, until):
+    engine.delay_s = 0.02
+    waited = []
+    app, config = build_app(engine, PATIENT), PATIENT
+    listener = listen(config)
+    urls = []
+    server = Server(app, config, urls.append, waited.append)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    until(lambda: urls)
+    with wire_to(urls[0]).open() as client:
+        send_chat(client, stream=True)
+        assert client.recv(1000)
+        server.should_exit = True
+        thread.join(10)
+    assert waited == [1]
+
+
 def test_a_taken_port_is_a_clear_error(wire):
-    with pytest.raises(ConfigError, match=r"\$\.server\.port: cannot listen on"):
+    with pytest.raises(ConfigError, match=r"\$\.server\.port: cannot listen on .* or stop what uses it\."):
         listen(ServerConfig(port=wire.address[1]))
+
+
+def test_a_strange_address_is_a_clear_error():
+    with pytest.raises(ConfigError, match=r"\$\.server\.host: cannot listen on .* 127\.0\.0\.1"):
+        listen(ServerConfig(host="192.0.2.1", port=0))

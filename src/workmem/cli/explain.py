@@ -84,7 +84,7 @@ class _Server:
         except (urllib.error.URLError, OSError) as error:
             reason = getattr(error, "reason", error)
             raise TransferError(
-                f"no answer from {self._base} ({reason}); is `workmem serve` running there?"
+                f"no answer from {self._base} ({reason}); is `workmem serve` running there? --url names another address"
             ) from error
         except (msgspec.DecodeError, http.client.HTTPException) as error:
             raise TransferError(f"{self._base} answers, but not as workmem does; check --url") from error

@@ -47,11 +47,19 @@ def serve(*, config: ConfigFile = None, sets: Settings = (), host: Host = None, 
             f"  listening on {url}/v1 after {seconds:.1f} s; Ctrl-C stops", style="bold", soft_wrap=True
         )
 
+    def stopping(requests: int) -> None:
+        what = "1 request" if requests == 1 else f"{requests} requests"
+        console.print(
+            f"  stopping: {what} may take {settings.server.shutdown_s} s more (server.shutdown_s); "
+            "Ctrl-C again ends what runs now",
+            soft_wrap=True,
+        )
+
     # By default SIGTERM ends a process where it stands, and what waits for the ssd would be lost.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with steps, open_app(settings, cache_dir=cache_dir(), progress=steps) as app:
         # The server raises again what stopped it; being told to stop is how it is meant to end.
         with suppress(KeyboardInterrupt):
-            serve_http(app, settings.server, listening)
+            serve_http(app, settings.server, listening, stopping)
         steps.begin("bringing what was computed to the ssd")
     console.print("  stopped")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -29,6 +30,7 @@ from workmem.index.history import PromptHistory
 from workmem.prompt.identity import SessionInferrer
 from workmem.store.selector import Purged, PurgeSelector
 
+_OF_CLIENTS = re.compile(r"^/(?:v1/v1/.*|models|completions|chat/completions|v1/?)$")
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
 
@@ -157,6 +159,12 @@ async def _metrics_page(exchange: Exchange) -> Answer:
 
 async def _no_such_path(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    text = f"{request.method} {request.url.path[:256]} is not served here."
+    text = f"{request.method} {request.url.path[:256]} is not served here"
     code = "unknown_url" if error.status_code == 404 else "method_not_allowed"
+    # What remains when a client's base_url lacks its end, or has it twice.
+    if code == "unknown_url" and _OF_CLIENTS.search(request.url.path):
+        text += f"; a client's base_url is {request.base_url}v1"
+    elif allowed := (error.headers or {}).get("allow"):
+        text += f", but {allowed} is"
+    text += "."
     return error_response(Refusal(error.status_code, text, code=code, headers=dict(error.headers or {})))

@@ -20,10 +20,13 @@ from starlette.types import Message, Receive, Scope, Send
 
 from workmem.core.units import parse_bytes
 from workmem.gateway.config import ServerConfig
-from workmem.gateway.failures import ClientGone, Refusal, error_response
+from workmem.gateway.failures import ClientGone, Refusal, describe, error_response
 from workmem.gateway.keys import ApiKeys
+from workmem.gateway.sse import event
 
 log = logging.getLogger("workmem.gateway")
+HEADER_BYTES_MAX = 64 * 1024
+"""Of all headers of a request together, names and values."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -66,6 +69,7 @@ class Boundary:
         request_id = request_id_of(request.headers.get("x-request-id", ""))
         timed = _TimedSend(scope, send, request_id, self._config.send_timeout_s)
         try:
+            _check_headers(scope["headers"])
             tenant = self._keys.tenant(request.headers)
             body = await self._read_body(request, receive)
         except Refusal as refusal:
@@ -79,16 +83,22 @@ class Boundary:
         exchange = Exchange(request, request_id=request_id, tenant=tenant, body=body)
         work = asyncio.create_task(self._serve(exchange, scope, receive, timed))
         gone = asyncio.create_task(_disconnect(receive))
+        is_cut_off = False
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
             if timed.is_complete:
                 # The server reports a finished response as a disconnect; there is only tidying left.
                 await asyncio.wait({work})
+        except asyncio.CancelledError:
+            # The server stops, and waits no longer.
+            is_cut_off = True
         finally:
-            # Also when the server itself gives up on us at shutdown.
             gone.cancel()
             work.cancel()
             await asyncio.gather(work, gone, return_exceptions=True)
+        if is_cut_off:
+            await timed.cut_off(Refusal(503, "The server is stopping; send it again.", code="stopping"))
+            return
         if (
             not work.cancelled()
             and (error := work.exception()) is not None
@@ -187,11 +197,32 @@ class _TimedSend:
         self._send = send
         self._request_id = request_id
         self._timeout_s = timeout_s
+        self._scope = scope
+        self._has_started = False
+        self._is_stream = False
         self.is_complete = False
+
+    async def cut_off(self, error: Refusal) -> None:
+        """End an answer that will not be finished, so that it does not look whole."""
+        with suppress(ClientGone):
+            if self.is_complete:
+                return
+            if not self._has_started:
+                await error_response(error)(self._scope, _nothing, self)
+            elif self._is_stream:
+                # A blank line first: what was passed on may have ended in the middle of an event.
+                last = b"\n\n" + event(describe(error)[1])
+                await self({"type": "http.response.body", "body": last, "more_body": False})
+            elif self._abort is not None:
+                self._abort()
+                await asyncio.sleep(0)
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            MutableHeaders(scope=message)["x-request-id"] = self._request_id
+            headers = MutableHeaders(scope=message)
+            headers["x-request-id"] = self._request_id
+            self._has_started = True
+            self._is_stream = headers.get("content-type", "").startswith("text/event-stream")
         try:
             async with asyncio.timeout(self._timeout_s):
                 self.is_complete = message["type"] == "http.response.body" and not message.get("more_body")
@@ -204,6 +235,17 @@ class _TimedSend:
                 self._abort()
                 await asyncio.sleep(0)  # Lets the server notice, or it would call our answer incomplete.
             raise ClientGone from error
+
+
+async def _nothing() -> Message:
+    return {"type": "http.disconnect"}
+
+
+def _check_headers(headers: list[tuple[bytes, bytes]]) -> None:
+    if sum(len(name) + len(value) for name, value in headers) > HEADER_BYTES_MAX:
+        name, value = max(headers, key=lambda header: len(header[1]))
+        text = f"Headers have more than {HEADER_BYTES_MAX} bytes, {name.decode('latin-1')[:64]} alone {len(value)}."
+        raise Refusal(431, text, code="headers_too_large")
 
 
 def header_map(request: Request) -> dict[str, str]:

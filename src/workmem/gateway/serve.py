@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from workmem.core.errors import ConfigError
 from workmem.gateway.config import ServerConfig
+from workmem.gateway.protocol import bounded_protocol
 
 OnStarted = Callable[[str], None]
+OnStopping = Callable[[int], None]
+_LAST_WORD_S = 2
+"""For clients to take the end of what was cut off."""
 
 
 class Server(uvicorn.Server):
     """A uvicorn server that says where it listens once it does."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, on_started: OnStarted | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        config: ServerConfig,
+        on_started: OnStarted | None = None,
+        on_stopping: OnStopping | None = None,
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
-                http=_protocol(config),
+                http=bounded_protocol(config),
                 ws="none",
                 lifespan="on",
                 log_config=None,
@@ -39,7 +49,9 @@ class Server(uvicorn.Server):
             )
         )
         self._host = config.host
+        self._shutdown_s = config.shutdown_s
         self._on_started = on_started
+        self._on_stopping = on_stopping
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -66,15 +78,44 @@ class Server(uvicorn.Server):
             host = f"[{self._host}]" if ":" in self._host else self._host
             self._on_started(f"http://{host}:{sockets[0].getsockname()[1]}")
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take no more requests; let running ones finish for `shutdown_s`, or until a second signal; then end them.
 
-def serve(app: ASGIApp, config: ServerConfig, on_started: OnStarted | None = None) -> None:
-    """Serve until SIGINT or SIGTERM, then let running requests finish for `shutdown_s`.
+        uvicorn's own, which follows, would cut them off without a word to their clients, and a second signal
+        would keep it from closing the engine.
+        """
+        for listener in [*self.servers, *(sockets or [])]:
+            listener.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        running = self.server_state.tasks
+        if running and self._on_stopping is not None:
+            self._on_stopping(len(running))
+        end = time.monotonic() + self._shutdown_s
+        while running and not self.force_exit and time.monotonic() < end:
+            await asyncio.wait(set(running), timeout=0.05)
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(set(running), timeout=_LAST_WORD_S)
+        self.force_exit = False
+        self.config.timeout_graceful_shutdown = _LAST_WORD_S
+        await super().shutdown(sockets)
 
-    `on_started` gets the base URL. Raises ConfigError when the address cannot be bound.
+
+def serve(
+    app: ASGIApp,
+    config: ServerConfig,
+    on_started: OnStarted | None = None,
+    on_stopping: OnStopping | None = None,
+) -> None:
+    """Serve until SIGINT or SIGTERM, then let running requests finish for `shutdown_s`; a second SIGINT ends them.
+
+    `on_started` gets the base URL, `on_stopping` how many requests the stop waits for. Raises ConfigError when the address cannot be bound.
     """
     listener = listen(config)
     try:
-        Server(app, config, on_started).run(sockets=[listener])
+        Server(app, config, on_started, on_stopping).run(sockets=[listener])
     finally:
         listener.close()
 
@@ -89,51 +130,14 @@ def listen(config: ServerConfig) -> socket.socket:
         listener.listen(min(config.connections_max, 2048))
     except OSError as error:
         listener.close()
+        is_taken = error.errno == errno.EADDRINUSE
+        field = "port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "host"
+        advice = {
+            "port": "Choose another port (0 takes a free one)",
+            "host": "Name an address of this machine: 127.0.0.1, or 0.0.0.0 for all of them",
+        }[field]
         raise ConfigError(
-            f"$.server.port: cannot listen on {config.host}:{config.port}: {error.strerror}. "
-            "Stop what uses it, or choose another port (0 takes a free one)."
+            f"$.server.{field}: cannot listen on {config.host}:{config.port}: {error.strerror}. "
+            f"{advice}{', or stop what uses it' if is_taken else ''}."
         ) from error
     return listener
-
-
-def _protocol(config: ServerConfig) -> type[asyncio.Protocol]:
-    """Uvicorn's HTTP protocol, with a deadline for headers and a way to cut a connection off."""
-
-    class BoundedProtocol(HttpToolsProtocol):
-        _headers_due: asyncio.TimerHandle | None = None
-
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self._expect_headers()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._headers_came()
-            super().connection_lost(exc)
-
-        def on_message_begin(self) -> None:
-            super().on_message_begin()
-            self._expect_headers()
-
-        def on_headers_complete(self) -> None:
-            self._headers_came()
-            self.scope["workmem.abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
-            super().on_headers_complete()
-
-        def _expect_headers(self) -> None:
-            self._headers_came()
-            self._headers_due = self.loop.call_later(config.read_timeout_s, self._too_slow)
-
-        def _headers_came(self) -> None:
-            if self._headers_due is not None:
-                self._headers_due.cancel()
-                self._headers_due = None
-
-        def _too_slow(self) -> None:
-            # Nothing was asked, so nothing is owed but a reason; abort would lose it.
-            if not self.transport.is_closing():
-                self.transport.write(
-                    b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-                )
-                self.transport.close()
-
-    return BoundedProtocol

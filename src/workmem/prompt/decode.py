@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import inspect
 
 from workmem.core.errors import ClientError
 
 T = TypeVar("T")
 _AT_BYTE = re.compile(r"^(.*) \(byte (\d+)\)$", re.DOTALL)
+_STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
+_SHOWN_CHARS_MAX = 64
 _AT_PATH = re.compile(r" - at `(?:key` in `)?\$\.?(.*?)`$", re.DOTALL)
 
 
@@ -32,13 +36,51 @@ def convert(raw: dict[str, Any], kind: type[T]) -> T:
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
-        message = str(error)
+        message, described = str(error), ""
         found = _AT_PATH.search(message)
         missing = re.search(r"missing required field `([^`]+)`", message)
         path = found.group(1) if found else ""
         if missing:
             path = f"{path}.{missing.group(1)}" if path else missing.group(1)
-        raise ClientError(f"Invalid request: {message}.", param=path or None) from error
+        elif choices := _choices(kind, path):
+            described = f"; choose one of {', '.join(choices)}"
+        elif "got" not in message:
+            described = _given(raw, path)
+        raise ClientError(f"Invalid request: {message}{described}.", param=path or None) from error
+
+
+def _given(raw: Any, path: str) -> str:
+    """The value at `path`, where it is short enough to be told."""
+    for name, index in _STEP.findall(path):
+        try:
+            raw = raw[int(index)] if index else raw[name]
+        except (KeyError, IndexError, TypeError):
+            return ""
+    text = json.dumps(raw)
+    return f", got {text}" if len(text) <= _SHOWN_CHARS_MAX else ""
+
+
+def _choices(kind: Any, path: str) -> list[str]:
+    """The words that may stand at `path` of a `kind`; none where it is no matter of words."""
+    nodes: list[Any] = [inspect.type_info(kind)]
+    for name, index in _STEP.findall(path):
+        nodes = [below for node in _flat(nodes) for below in _below(node, name, is_index=bool(index))]
+    words = [node.values for node in _flat(nodes) if isinstance(node, inspect.LiteralType)]
+    return [repr(word) for values in words for word in values]
+
+
+def _flat(nodes: list[Any]) -> list[Any]:
+    return [one for node in nodes for one in (node.types if isinstance(node, inspect.UnionType) else (node,))]
+
+
+def _below(node: Any, name: str, *, is_index: bool) -> list[Any]:
+    if is_index:
+        return [node.item_type] if isinstance(node, inspect.ListType) else []
+    if not isinstance(node, inspect.StructType):
+        return []
+    if node.tag_field == name:
+        return [inspect.LiteralType((node.tag,))]
+    return [field.type for field in node.fields if field.encode_name == name]
 
 
 def _place(message: str, body: bytes) -> str:

@@ -6,13 +6,14 @@ Refuses at start-up what could not be served correctly later, rather than guess.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import transformers
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -144,7 +145,15 @@ def _source(folder: Path) -> dict[str, Any]:
         return {"pretrained_model_name_or_path": folder.parent, "gguf_file": folder.name}
     if not folder.is_dir():
         raise ConfigError(f"$.engine.model: {folder} is neither a folder nor a GGUF file")
-    if not (folder / "config.json").is_file():
+    try:
+        has_config = (folder / "config.json").is_file()
+        files = [path for path in folder.iterdir() if path.suffix in (".json", ".safetensors")]
+        unreadable = [str(path) for path in files if not os.access(path, os.R_OK)]
+    except PermissionError:
+        has_config, unreadable = False, [str(folder)]
+    if unreadable:
+        raise ConfigError(f"$.engine.model: {unreadable[0]} may not be read by this user; chmod or chown it")
+    if not has_config:
         raise ConfigError(
             f"$.engine.model: {folder} has no config.json; point it at a Hugging Face model folder"
         )
@@ -214,7 +223,11 @@ def _weights(
             local_files_only=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
+    except SafetensorError as error:
+        raise ConfigError(
+            f"$.engine.model: {_damaged(folder)} is cut short or damaged ({error}); copy or download it again"
+        ) from error
+    except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
         raise _broken(folder, error) from error
     # transformers fills what a checkpoint lacks with random numbers and goes on.
     model, report = loaded
@@ -224,6 +237,17 @@ def _weights(
             f"$.engine.model: {folder} lacks {len(missing)} weights, first {missing[0]}; download it again"
         )
     return model
+
+
+def _damaged(folder: Path) -> Path:
+    """Which of its files of weights cannot be opened; the folder where all can."""
+    for path in fingerprint.weight_files(folder):
+        try:
+            with safe_open(path, framework="pt"):  # pyright: ignore[reportUnknownVariableType]
+                pass
+        except SafetensorError:
+            return path
+    return folder
 
 
 def _unpacked(source: dict[str, Any]) -> dict[str, Any]:

@@ -35,9 +35,11 @@ class ModelTokenizer:
             # The fast core has no shared mutable state, unlike the wrapper's padding and truncation.
             self.backend: Tokenizer = self.hf.backend_tokenizer
         except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-            raise ConfigError(
-                f"$.engine.model: {folder} has no usable tokenizer (tokenizer.json): {error}"
-            ) from error
+            if not gguf and not (folder / "tokenizer.json").is_file():
+                text = f"$.engine.model: {folder} has no tokenizer.json; copy it there from where the model comes from"
+                raise ConfigError(text) from error
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"$.engine.model: {folder} has no usable tokenizer: {reason}") from error
         self.eos_ids = _eos_ids(folder, self.hf)
         self._check_template(folder)
         self._reserved = frozenset(inspect.signature(self.hf.apply_chat_template).parameters) - {"documents"}

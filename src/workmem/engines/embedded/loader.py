@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -224,8 +224,10 @@ def _weights(
             output_loading_info=True,
         )
     except SafetensorError as error:
+        files = fingerprint.weight_files(folder)
+        which = str(files[0]) if len(files) == 1 else f"one of {len(files)} files of weights in {folder}"
         raise ConfigError(
-            f"$.engine.model: {_damaged(folder)} is cut short or damaged ({error}); copy or download it again"
+            f"$.engine.model: {which} is cut short or damaged ({error}); copy or download it again"
         ) from error
     except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
         raise _broken(folder, error) from error
@@ -237,17 +239,6 @@ def _weights(
             f"$.engine.model: {folder} lacks {len(missing)} weights, first {missing[0]}; download it again"
         )
     return model
-
-
-def _damaged(folder: Path) -> Path:
-    """Which of its files of weights cannot be opened; the folder where all can."""
-    for path in fingerprint.weight_files(folder):
-        try:
-            with safe_open(path, framework="pt"):  # pyright: ignore[reportUnknownVariableType]
-                pass
-        except SafetensorError:
-            return path
-    return folder
 
 
 def _unpacked(source: dict[str, Any]) -> dict[str, Any]:

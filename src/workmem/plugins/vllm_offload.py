@@ -164,9 +164,10 @@ class WorkmemTier(SecondaryTierManager):
         except ConfigError as error:
             self._guard.turn_off(str(error))
             return
-        rows = chunk_rows(self._primary_kv_view, layout)
         space = Namespace(model_fingerprint=identify(folder, cache_folder=cache_dir()), layout=layout)
         self._store = open_store(settings, said)
+        # Behind the store, which brings the native copy.
+        rows = chunk_rows(self._primary_kv_view, layout)
         self._side = OffloadTier(self._store, space, rows, self._jobs, settings.vllm)
         log.info(
             "workmem: %d chunks of vLLM's host memory have the store below them, %d bytes each",

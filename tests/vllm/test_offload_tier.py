@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from workmem.core.errors import CapacityError
 from workmem.core.layout import Namespace
 from workmem.engines.vllm.chain import Chain
 from workmem.engines.vllm.chunk_layout import chunk_layout, chunk_rows
@@ -194,6 +195,24 @@ def test_more_chunks_than_dram_holds_come_piece_by_piece(tmp_path: Path):
     assert all(first.holds(row, name) for row, name in enumerate(names))
     first.close()
     opened.close()
+
+
+def test_chunks_come_in_smaller_pieces_while_others_hold_dram(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+):
+    names = names_of("a", 7)
+    engine.store(names)
+    lease, most = engine.tier._store.lease, [2]
+
+    def crowded(root: bytes, keys: Sequence[bytes], **more: object) -> object:
+        if len(keys) > most[0]:
+            raise CapacityError("dram is held")
+        return lease(root, keys, **more)
+
+    monkeypatch.setattr(engine.tier._store, "lease", crowded)
+    assert engine.load(names).is_whole
+    most[0] = 0
+    assert engine.load(names).done == ()
 
 
 def test_a_chunk_is_never_a_page_of_the_connector():

@@ -279,7 +279,7 @@ LONG = [random.Random(2).randrange(256) for _ in range(10 * 16 + 4)]
 def hold_last_read(world: Bench, monkeypatch: pytest.MonkeyPatch, act: Callable[[], OSError | None]) -> None:
     """Call `act` before the read that brings the last page of `LONG`; it fails with what `act` returns."""
     assert world.store is not None
-    reader = world.store._reader
+    reader = world.store._below.reader
     assert reader is not None
     inner = reader._fill
 

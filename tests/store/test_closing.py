@@ -78,15 +78,15 @@ def test_a_copy_that_never_ends_keeps_no_other_thread_of_a_closed_store_going(ki
 def test_a_flush_hears_of_it_when_only_pages_that_left_were_waiting(kit, monkeypatch, who):
     store = kit.open()
     Chain(namespace(), 1).save(store)
-    pool, writes = store.pool.state, store._tier.writes
+    pool, writes = store.pool.state, store._below.tier.writes
     takes_out = {
         "a tripped tier": writes.give_up_writes,
         "a request in need": lambda: pool.reserve_unwritten(8192),
     }[who]
     with pool.outbox:
         # Its block left before the disk had it; nothing else takes such entries out meanwhile.
-        monkeypatch.setattr(store._breaker, "writes_open", True)
-        monkeypatch.setattr(store._breaker, "may_write", lambda: False)
+        monkeypatch.setattr(store._below.breaker, "writes_open", True)
+        monkeypatch.setattr(store._below.breaker, "may_write", lambda: False)
         monkeypatch.setattr(writes, "give_up_writes", lambda: None)
         pool.unwritten.append((0, 7))
 

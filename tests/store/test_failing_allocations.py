@@ -81,7 +81,7 @@ def live(kit, number: int) -> bool:
         return False
     KEPT.save(store)
     # The next batch writes the journal anew.
-    store._tier._journal.is_broken = True
+    store._below.tier._journal.is_broken = True
     PURGED.save(store)
     STRUCK.save(store)
     lease = store.lease(KEPT.root, STRUCK.keys, owner="t", ttl_s=60)

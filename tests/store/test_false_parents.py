@@ -32,7 +32,7 @@ def test_a_ring_of_parents_is_restored_and_can_leave(kit, eviction):
     kit.close()
     store = kit.open(eviction=eviction)
     assert read_all(store, CHAIN.root, CHAIN.keys) == 3
-    index = store._tier.index
+    index = store._below.tier.index
     index.evict(1 << 30)
     assert index.page_count == 0
 
@@ -63,5 +63,5 @@ def test_a_tier_that_calls_a_block_its_own_parent_is_opened(monkeypatch):
     for name, (about, page) in shelf.items():
         shelf[name] = msgspec.structs.replace(about, parent=name.key), page
     with opened(monkeypatch, MemoryTier(shelf=shelf)) as store:
-        store._tier.index.evict(1 << 30)
-        assert store._tier.index.page_count == 0
+        store._below.tier.index.evict(1 << 30)
+        assert store._below.tier.index.page_count == 0

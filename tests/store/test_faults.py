@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import shutil
 import time
 
 import pytest
@@ -300,30 +299,13 @@ def test_journal_names_only_pages_that_are_synced(kit, plan):
     assert unsynced == set()
 
 
-def test_a_folder_that_is_removed_trips_the_tier_for_good(kit):
-    """Writing to files that have no name would succeed, and all of it would be gone at the next start."""
-    store = kit.open(retry_s=0.1)
-    chain = Chain(namespace(), 3)
-    chain.save(store)
-    shutil.rmtree(kit.folder)
-    wait_for(lambda: kit.of(TierStateChanged))
-    (event,) = kit.of(TierStateChanged)
-    assert "the folder is gone" in event.reason
-    more = Chain(namespace(), 3, seed=2)
-    assert more.save(store) == [SaveState.STORED] * 3
-    time.sleep(0.5)
-    assert store.gauges()["store_ssd_error"] == 1.0
-    assert read_all(store, more.root, more.keys) == 3
-    store.audit()
-
-
 @pytest.mark.parametrize("how", ["registered", "purged"])
 def test_a_namespace_opened_while_the_journal_is_rewritten_outlives_a_restart(kit, monkeypatch, how):
     """A rewrite says what was there when it looked; the journal must hear of what came after."""
     store = kit.open()
     before, after = Chain(namespace("before"), 3), Chain(namespace("after"), 3)
     (before if how == "registered" else after).save(store)
-    index, wanted = store._tier.index, [True]
+    index, wanted = store._below.tier.index, [True]
     snapshot = index.snapshot
 
     def meanwhile():
@@ -336,7 +318,7 @@ def test_a_namespace_opened_while_the_journal_is_rewritten_outlives_a_restart(ki
         return records
 
     monkeypatch.setattr(index, "snapshot", meanwhile)
-    store._tier._journal.is_broken = True
+    store._below.tier._journal.is_broken = True
     before.save(store)
     Chain(before.space, 1, seed=9).save(store)
     assert not wanted, "no rewrite took place"

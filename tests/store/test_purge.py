@@ -115,14 +115,14 @@ def test_saves_and_loads_under_way_do_not_survive_a_purge(kit):
 
 def test_a_page_on_its_way_to_disk_does_not_outlive_a_purge(kit, monkeypatch):
     store = kit.open(io="buffered")
-    write = store._tier.write
+    write = store._below.tier.write
 
     def purged_meanwhile(jobs):
         extents = write(jobs)
         store.purge(of("mine"))
         return extents
 
-    monkeypatch.setattr(store._tier, "write", purged_meanwhile)
+    monkeypatch.setattr(store._below.tier, "write", purged_meanwhile)
     chain = Chain(tenant("mine"), 4)
     chain.save(store)
     assert store.flush(20)
@@ -137,7 +137,7 @@ def test_a_page_that_is_being_moved_does_not_outlive_a_purge(kit, monkeypatch):
     mine, other = Chain(tenant("mine"), 6, seed=1), Chain(tenant("other"), 6, seed=1)
     for chain in (mine, other):
         chain.save(store)
-    index, waiting = store._tier.index, [True]
+    index, waiting = store._below.tier.index, [True]
     move = index.move
 
     def purged_meanwhile(page, new):
@@ -187,7 +187,7 @@ def test_compaction_leaves_out_what_is_being_purged(kit, monkeypatch):
     mine, other = Chain(tenant("mine"), 8, seed=1), Chain(tenant("other"), 8, seed=1)
     for chain in (mine, other):
         chain.save(store)
-    tier = store._tier
+    tier = store._below.tier
     (segment,) = tier.index.segments.values()
     sweep = store.pool.sweep
 
@@ -251,7 +251,7 @@ def test_a_close_that_cuts_a_purge_short_frees_the_folder_and_the_next_start_goe
                 store.save(chain.root, chain.writes(indices=[index]))
     assert store.flush(20)
     secrets = [page_bytes(key, SMALL)[:64] for key in mine.keys]
-    journal = store._tier._journal
+    journal = store._below.tier._journal
     if is_rewritten:
         # Of a namespace that is not there: the next start drops it, and writes what is left anew.
         journal.append([PutEntry(77, bytes(32), bytes(32), 0, 1, 4096, 4096, 0)])
@@ -264,7 +264,7 @@ def test_a_close_that_cuts_a_purge_short_frees_the_folder_and_the_next_start_goe
     # At once, in the same process: the lock went with the close.
     again = kit.open(device=FaultyDevice(plan), ssd="512KiB", io="buffered")
     if is_rewritten:
-        assert again._tier._journal.record_count < records
+        assert again._below.tier._journal.record_count < records
         again.close()
         again = kit.open(device=FaultyDevice(plan), ssd="512KiB", io="buffered")
     plan.delay_s = 0.0

@@ -151,7 +151,7 @@ def test_a_sealed_folder_names_nobody_either(kit, tmp_path):
 def test_a_purge_that_comes_while_the_journal_is_rewritten_is_in_the_next_one(kit, monkeypatch):
     store = kit.open(io="buffered")
     save_in_turns(store)
-    index, wanted = store._tier.index, [True]
+    index, wanted = store._below.tier.index, [True]
     snapshot = index.snapshot
 
     def meanwhile():
@@ -161,7 +161,7 @@ def test_a_purge_that_comes_while_the_journal_is_rewritten_is_in_the_next_one(ki
         return records
 
     monkeypatch.setattr(index, "snapshot", meanwhile)
-    store._tier._journal.is_broken = True
+    store._below.tier._journal.is_broken = True
     Chain(OTHER.space, 1, seed=9).save(store)
     assert store.flush(20)
     assert not wanted
@@ -239,7 +239,7 @@ def test_a_kill_while_pages_are_given_up_leaves_a_journal_that_tells_where_they_
 ):
     store = kit.open(io="buffered")
     save_in_turns(store)
-    tier, sweep = store._tier, store.pool.sweep
+    tier, sweep = store._below.tier, store.pool.sweep
 
     def rewritten_first(space):
         tier._journal.is_broken = True
@@ -259,7 +259,7 @@ def test_a_kill_behind_a_page_that_was_purged_on_its_way_to_disk_leaves_nothing_
     kit, monkeypatch, tmp_path
 ):
     store = kit.open(io="buffered")
-    tier, write, is_saved = store._tier, store._tier.write, threading.Event()
+    tier, write, is_saved = store._below.tier, store._below.tier.write, threading.Event()
 
     def purged_before(jobs):
         assert is_saved.wait(20)
@@ -288,12 +288,12 @@ def test_a_number_that_the_journal_speaks_of_is_given_to_no_other_namespace(kit,
     OTHER.save(store)
     numbers = {store.pool.space(OTHER.root).number}
     # Dropped before anything was said of it; and named by a version that wrote it otherwise.
-    store._tier._journal.append([DropEntry(7)])
+    store._below.tier._journal.append([DropEntry(7)])
     strange = namespace_entry(store.pool.space(OTHER.root))
-    store._tier._journal.append([type(strange)(9, strange.root, b"{}")])
+    store._below.tier._journal.append([type(strange)(9, strange.root, b"{}")])
     store.close()
     # Also where the start cannot write the journal anew.
-    monkeypatch.setattr(type(store._tier), "_try_rewrite", lambda tier: None)
+    monkeypatch.setattr(type(store._below.tier), "_try_rewrite", lambda tier: None)
     again = kit.open()
     again.register(MINE.space)
     numbers.add(again.pool.space(MINE.root).number)

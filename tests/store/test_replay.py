@@ -117,7 +117,7 @@ def test_a_rewritten_journal_is_read_back_however_many_records_it_has(kit, monke
     chains = [Chain(namespace(), 10, seed=seed) for seed in range(20)]
     for chain in chains:
         chain.save(store)
-    store._tier._journal.is_broken = True  # As after an append that failed: the next write rewrites it.
+    store._below.tier._journal.is_broken = True  # As after an append that failed: the next write rewrites it.
     Chain(namespace(), 1, seed=99).save(store)
     store.close()
     again = kit.open()

@@ -72,13 +72,13 @@ def reopened_with_slow_reads(kit, monkeypatch, chain):
     store.close()
     again = kit.open()
     again.register(chain.space)
-    may_read, inner = threading.Event(), again._reader._fill
+    may_read, inner = threading.Event(), again._below.reader._fill
 
     def fill(run, pages):
         assert may_read.wait(30)
         return inner(run, pages)
 
-    monkeypatch.setattr(again._reader, "_fill", fill)
+    monkeypatch.setattr(again._below.reader, "_fill", fill)
     return again, may_read
 
 

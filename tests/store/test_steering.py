@@ -180,7 +180,7 @@ def test_dram_is_told_when_a_copy_on_ssd_comes_and_goes(kit):
     chain.save(store)
     state, rows = store.pool.state, store.pool.space(chain.root).rows
     assert {state.order._advice[rows[key]] & 4 for key in chain.keys} == {4}
-    store._tier.index.evict(1 << 30)
+    store._below.tier.index.evict(1 << 30)
     assert {state.order._advice[rows[key]] & 4 for key in chain.keys if key in rows} == {0}
 
 

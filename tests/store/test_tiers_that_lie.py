@@ -34,8 +34,8 @@ def test_a_tier_that_still_holds_a_view_of_the_buffer_when_it_answers_costs_noth
         below = [chain for chain in chains if set(chain.tiers(store)) == {TierName.SSD}]
         assert [read_all(store, chain.root, chain.keys) for chain in below] == [4] * len(below)
         assert store.gauges()["store_below_read_errors_total"] == 0
-        assert store._reader.close(0.0), "reads are counted as under way for ever"
-        assert store._tier.place.readers == 0
+        assert store._below.reader.close(0.0), "reads are counted as under way for ever"
+        assert store._below.tier.place.readers == 0
         for view in tier.views:
             view.release()
 
@@ -109,7 +109,7 @@ def test_a_tier_that_learns_its_size_when_it_opens_is_held_to_it(monkeypatch):
         saved(store, 24)
         gauges = store.gauges()
         assert gauges["store_below_capacity_bytes"] == 64 * 1024
-        assert store._tier.index.live_bytes <= 64 * 1024
+        assert store._below.tier.index.live_bytes <= 64 * 1024
 
 
 def test_pages_with_numbers_that_no_page_has_are_not_taken_over(monkeypatch):

@@ -29,14 +29,17 @@ def show_running(console: Console, found: RunningStat) -> None:
 
 def _tiers(tiers: list[TierStat]) -> Table:
     percents = sorted({percent for tier in tiers for percent in tier.would_hit})
-    table = Table("tier", "eviction", "used", "of", "pages", "pinned", "missed", box=None, pad_edge=False)
+    table = Table(
+        "tier", "state", "eviction", "used", "of", "pages", "pinned", "missed", box=None, pad_edge=False
+    )
     for percent in percents:
         table.add_column(f"hit at {percent}%")
-    for column in table.columns[2:]:
+    for column in table.columns[3:]:
         column.justify = "right"
     for tier in tiers:
         table.add_row(
             tier.tier,
+            tier.state,
             escape(tier.eviction),
             format_bytes(tier.used_bytes),
             format_bytes(tier.capacity_bytes),

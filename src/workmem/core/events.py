@@ -69,11 +69,11 @@ class BoundReached(Event, frozen=True, kw_only=True):
 
 
 class TierStateChanged(Event, frozen=True, kw_only=True):
-    """A tier tripped, could not be opened, or came back."""
+    """A tier tripped, could not be opened, is given up and opened anew, or came back."""
 
     tier: TierName
     state: str
-    """"error" or "ok"."""
+    """"error", "draining", "rebuilding" or "ok"."""
     reason: str
 
 

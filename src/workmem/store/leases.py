@@ -141,6 +141,21 @@ class LeaseTable:
                 self._state.withdraw(promotion.row, reason)
             self._lose(promotion, reason)
 
+    def abandon(self, reason: MissReason) -> None:
+        """The tier below goes away: nobody waits any longer for what is on its way from there.
+
+        The reads end by themselves, and then give their frames back. The lock is held by the caller.
+        """
+        promotions = self._state.catalog.promotion
+        for promotion in list(promotions.values()):
+            del promotions[promotion.row]
+            self._state.settle_late(promotion.row)
+            waiters, promotion.waiters = promotion.waiters, []
+            for lease, index in waiters:
+                if not lease.ended:
+                    lease.lost[index] = reason
+                    self._advance(lease)
+
     def quarantine(self, frame: Frame, reason: MissReason) -> None:
         """The page in `frame`, which the caller holds, is corrupt: every copy of the block leaves service."""
         with self._state.outbox:

@@ -72,6 +72,24 @@ class Pool:
         with self.state.outbox:
             self._numbers = max(self._numbers, number - 1)
 
+    def number_as(self, found: Sequence[Space], last_number: int) -> list[Space]:
+        """Number namespaces as a journal does that was opened while others were in use, and return ours.
+
+        Those that it does not name get numbers that it has never used. The lock is held by the caller.
+        """
+        self._numbers = max(self._numbers, last_number)
+        named = {space.root for space in found}
+        for space in self.state.spaces.values():
+            if space.root not in named:
+                self._numbers += 1
+                space.number = self._numbers
+        ours: list[Space] = []
+        for space in found:
+            known = self.state.spaces.get(space.root) or self._open_space(space.namespace, space.number)
+            known.number = space.number
+            ours.append(known)
+        return ours
+
     def space(self, root: bytes) -> Space:
         """The space under `root`. Raises InvariantError for a root that was never registered."""
         try:
@@ -200,9 +218,10 @@ class Pool:
             gone = [space for space in self.state.spaces.values() if chosen(space.namespace)]
             for space in gone:
                 space.is_purged = True
-                del self.state.spaces[space.root]
                 self.state.leaving[space.number] = space
+                # In its place at once: who looks takes no lock, and must find one or the other.
                 self._open_space(space.namespace, None)
+                self.state.drop_space(space)
                 self.state.outbox.tell(NamespacePurged(root=space.root.hex()[:16], blocks=len(space.rows)))
         return gone
 

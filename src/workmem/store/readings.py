@@ -5,13 +5,11 @@ from __future__ import annotations
 import msgspec
 
 from workmem.core.outcomes import TierName
-from workmem.store.breaker import Breaker
+from workmem.store.below import Below
 from workmem.store.frames import FrameState
 from workmem.store.pool import Pool
-from workmem.store.scrubber import ScrubCounts
+from workmem.store.ssd_index import SsdIndex
 from workmem.store.steering import ghost_gauges, order_gauges
-from workmem.store.tiers.attached import AttachedTier
-from workmem.store.tiers.ssd import SsdTier
 
 _COUNTERS = (
     "saves",
@@ -37,13 +35,7 @@ _COUNTERS = (
 )
 
 
-def readings(
-    pool: Pool,
-    tier: SsdTier | AttachedTier | None,
-    breaker: Breaker,
-    queued: int,
-    scrubbed: ScrubCounts | None,
-) -> dict[str, float]:
+def readings(pool: Pool, below: Below, queued: int) -> dict[str, float]:
     """All of them at about one moment: no lock is taken. `queued` is pages that wait to be copied."""
     state, frames = pool.state, pool.state.frames
     found: dict[str, float] = {
@@ -60,45 +52,52 @@ def readings(
     }
     found |= ghost_gauges(TierName.DRAM, state.ghosts) | order_gauges(TierName.DRAM, state)
     found |= {f"store_{name}_total": state.counts[name] for name in _COUNTERS}
-    if isinstance(tier, AttachedTier):
-        found |= _of_attached(tier, breaker)
-    elif tier is not None:
-        found |= _of_ssd(tier, breaker)
-    if scrubbed is not None:
-        counts = msgspec.structs.asdict(scrubbed)
+    index = below.opening.index
+    if index is not None:
+        found |= _of_ssd(below, index) if below.opening.is_ssd else _of_attached(below, index)
+    if below.scrubber is not None:
+        counts = msgspec.structs.asdict(below.scrubber.counts)
         found |= {f"store_scrubbed_{name}_total": count for name, count in counts.items()}
     return found
 
 
-def _of_attached(tier: AttachedTier, breaker: Breaker) -> dict[str, float]:
-    usage = tier.tier.usage()
+def _of_attached(below: Below, index: SsdIndex) -> dict[str, float]:
+    usage = below.life.usage()
     return (
         {
             "store_below_capacity_bytes": usage.capacity_bytes,
             "store_below_used_bytes": usage.used_bytes,
-            "store_below_pages": tier.index.page_count,
-            "store_below_error": float(breaker.writes_open or breaker.reads_open),
-            "store_below_read_errors_total": breaker.read_errors,
-            "store_below_write_errors_total": breaker.write_errors,
+            "store_below_pages": index.page_count,
         }
-        | ghost_gauges("below", tier.index.ghosts)
-        | order_gauges("below", tier.index)
+        | _of_health("below", below)
+        | ghost_gauges("below", index.ghosts)
+        | order_gauges("below", index)
     )
 
 
-def _of_ssd(tier: SsdTier, breaker: Breaker) -> dict[str, float]:
+def _of_ssd(below: Below, index: SsdIndex) -> dict[str, float]:
+    forms = below.opening.forms
     return (
         {
-            "store_ssd_capacity_bytes": tier.capacity_bytes,
-            "store_ssd_used_bytes": tier.index.file_bytes,
-            "store_ssd_live_bytes": tier.index.live_bytes,
-            "store_ssd_pages": tier.index.page_count,
-            "store_ssd_approximate": float(tier.forms.is_approximate),
-            "store_ssd_sealed": float(tier.forms.seals),
-            "store_ssd_error": float(breaker.writes_open or breaker.reads_open),
-            "store_ssd_read_errors_total": breaker.read_errors,
-            "store_ssd_write_errors_total": breaker.write_errors,
+            "store_ssd_capacity_bytes": below.opening.capacity_bytes,
+            "store_ssd_used_bytes": index.file_bytes,
+            "store_ssd_live_bytes": index.live_bytes,
+            "store_ssd_pages": index.page_count,
+            "store_ssd_approximate": float(forms.is_approximate),
+            "store_ssd_sealed": float(forms.seals),
         }
-        | ghost_gauges(TierName.SSD, tier.index.ghosts)
-        | order_gauges(TierName.SSD, tier.index)
+        | _of_health(TierName.SSD, below)
+        | ghost_gauges(TierName.SSD, index.ghosts)
+        | order_gauges(TierName.SSD, index)
     )
+
+
+def _of_health(tier: str, below: Below) -> dict[str, float]:
+    breaker, life = below.breaker, below.life
+    return {
+        f"store_{tier}_error": float(breaker.writes_open or breaker.reads_open),
+        f"store_{tier}_away": float(life.is_away),
+        f"store_{tier}_rebuilds_total": life.rebuilds,
+        f"store_{tier}_read_errors_total": breaker.read_errors,
+        f"store_{tier}_write_errors_total": breaker.write_errors,
+    }

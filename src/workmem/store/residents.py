@@ -61,6 +61,8 @@ class Residents:
         """Off while the ssd tier's reads fail: what only it holds is a miss."""
         self.drop_extent: Callable[[int], object] = _no_extent
         """Takes a row's ssd copy out of service; set by the ssd index."""
+        self.drop_space: Callable[[Space], None] = _nobody_to_tell
+        """Tells the tier below that a namespace was purged; set by whoever answers for that tier."""
         self.touch_ssd: Callable[[Sequence[int]], None] | None = None
         """Tells the ssd index that blocks were used again; set by it."""
         self.advise_ssd: Callable[[Sequence[int], Prospect], None] | None = None
@@ -456,6 +458,10 @@ class Residents:
 
 def _no_extent(row: int) -> None:
     raise InvariantError(f"row {row} has an ssd page but the store has no ssd tier")
+
+
+def _nobody_to_tell(space: Space) -> None:
+    del space
 
 
 def _nothing_to_reclaim() -> int:

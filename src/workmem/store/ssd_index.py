@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -55,6 +55,10 @@ class StoredPage(msgspec.Struct, frozen=True, eq=False):
         return Expected(
             self.space.layout, self.space.root, self.key, self.parent, self.depth, self.extent.header_sum
         )
+
+
+FoundPage = tuple[BlockKey, bytes, int, Extent]
+"""Key, parent, depth and place."""
 
 
 class SsdIndex:
@@ -262,6 +266,64 @@ class SsdIndex:
         if close_now:
             segment.file.close()
 
+    # -- leaving as a whole, and coming back
+
+    def withdraw(self, rows: Sequence[int]) -> None:
+        """These pages are out of reach: they leave service, and stay where they are."""
+        catalog, in_dram = self._catalog, list[int]()
+        with self._state.outbox:
+            for row in rows:
+                if not self._is_here(row):
+                    continue
+                self._lift(row)
+                if catalog.frame[row] is not None:
+                    in_dram.append(row)
+                self._state.forget_if_gone(row, MissReason.UNAVAILABLE)
+            # What dram still has of them is the only copy in reach.
+            self._state.advise(in_dram, loss=Loss.RECOMPUTE)
+
+    def rows(self) -> Sequence[int]:
+        """All rows that have a page here."""
+        with self._state.outbox:
+            column = np.frombuffer(self._catalog.segment, dtype=np.uint32)
+            return np.flatnonzero(column != NO_SEGMENT).tolist()
+
+    def let_go(self) -> None:
+        """No segment is used from now on; the file of one that is being read closes with its last read."""
+        with self._state.outbox:
+            left = list(self.segments.values())
+            self.segments.clear()
+            for segment in left:
+                segment.is_dropped = True
+            idle = [segment for segment in left if not segment.readers]
+        for segment in idle:
+            segment.file.close()
+
+    def take_in(self, space: Space, pages: Iterable[FoundPage]) -> bool:
+        """Pages that were found beside a pool in use, a parent before its children. False where the namespace was purged.
+
+        What was found under the key of another block is struck out: neither may be taken for the other.
+        """
+        catalog = self._catalog
+        with self._state.outbox:
+            if space.is_purged:
+                return False
+            in_dram: list[int] = []
+            for key, parent, depth, extent in pages:
+                row = space.rows.get(key)
+                if row is None:
+                    row = catalog.add(space, key, parent, depth)
+                elif self._is_here(row):
+                    continue
+                elif catalog.parent[row] != parent or catalog.depth[row] != depth:
+                    self.strikes.strike_out(space, key, extent.segment)
+                    continue
+                else:
+                    in_dram.append(row)
+                self._place(row, extent)
+            self._state.advise(in_dram, loss=Loss.RELOAD)
+        return True
+
     def pages_of(self, segment: Segment) -> list[StoredPage]:
         """The live pages of a segment in the order they lie."""
         catalog = self._catalog
@@ -372,7 +434,16 @@ class SsdIndex:
         catalog.header_sum[row] = extent.header_sum
 
     def _strike(self, row: int) -> list[int]:
-        """The page leaves service. Returns the rest of its life group, which is to go next (P3)."""
+        """The page leaves service, and its record. Returns the rest of its life group, which is to go next (P3)."""
+        catalog = self._catalog
+        segment = self.segments[catalog.segment[row]]
+        rest = self._lift(row)
+        self.strikes.strike_out(catalog.space[row], catalog.key[row], segment)
+        self._advise(rest, Prospect.DONE)
+        return rest
+
+    def _lift(self, row: int) -> list[int]:
+        """The page leaves the index. Returns the rest of its life group."""
         catalog = self._catalog
         length, segment = catalog.length[row] * ALIGNMENT_BYTES, self.segments[catalog.segment[row]]
         catalog.segment[row] = NO_SEGMENT
@@ -383,13 +454,7 @@ class SsdIndex:
         self.order.remove(row)
         if self.shares is not None:
             self.shares.ledger.refund(self.shares.group_of(row), length)
-        space = catalog.space[row]
-        self.strikes.strike_out(space, catalog.key[row], segment)
-        if not self._state.care.is_used:
-            return []
-        rest = self._state.care.left(row, TierName.SSD)
-        self._advise(rest, Prospect.DONE)
-        return rest
+        return self._state.care.left(row, TierName.SSD) if self._state.care.is_used else []
 
 
 def _never_held(row: int) -> bool:

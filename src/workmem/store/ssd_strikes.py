@@ -6,7 +6,10 @@ Part of the pool's state, as the index is: every method takes the pool's lock (R
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Set as AbstractSet
+
+import msgspec
 
 from workmem.store.catalog import Space
 from workmem.store.outbox import Outbox
@@ -15,12 +18,32 @@ from workmem.store.tiers.journal_records import DeleteEntry, DropEntry, Entry
 from workmem.store.tiers.segments import Segment
 
 
+class Owed(msgspec.Struct, frozen=True):
+    """What had left when a tier was given up, and may still be in its files."""
+
+    entries: Sequence[Entry] = ()
+    erasures: AbstractSet[int] = frozenset()
+    """Numbers of segments that hold pages of a purged namespace."""
+    has_purge: bool = False
+
+    def __add__(self, later: Owed) -> Owed:
+        return Owed(
+            tuple(dict.fromkeys((*self.entries, *later.entries))),
+            self.erasures | later.erasures,
+            self.has_purge or later.has_purge,
+        )
+
+
 class Strikes:
     """Strikes and erasures that are due, and those that the writer has under way."""
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
         self._deletes: list[Entry] = []
+        self._taken: list[Entry] = []
+        """Of those, what is being written."""
+        self._left_out: list[Entry] = []
+        """What a snapshot left out that is not in place yet."""
         self._is_striking = False
         """Strikes have been taken that are not durable yet."""
         self._erasures: set[int] = set()
@@ -49,11 +72,10 @@ class Strikes:
             self._outbox.changed.notify_all()
 
     def drop_space(self, space: Space) -> None:
-        """A purged namespace is void in the journal with one word."""
-        with self._outbox:
-            self._is_purging = True
-            self._deletes.append(DropEntry(space.number))
-            self._outbox.changed.notify_all()
+        """A purged namespace is void in the journal with one word. The lock is held by the caller."""
+        self._is_purging = True
+        self._deletes.append(DropEntry(space.number))
+        self._outbox.changed.notify_all()
 
     @contextlib.contextmanager
     def sweeping(self) -> Generator[None]:
@@ -75,6 +97,7 @@ class Strikes:
         self._is_striking = self._is_striking or bool(self._deletes) or self.names_are_left
         self._is_purging = self._is_purging or self.names_are_left
         self.names_are_left = False
+        self._left_out += self._deletes
         self._deletes.clear()
 
     def leave_names(self) -> None:
@@ -87,6 +110,7 @@ class Strikes:
         """Records to strike out of the journal, before anything newer is put in."""
         with self._outbox:
             deletes, self._deletes = self._deletes, []
+            self._taken = deletes
             self._is_striking = self._is_striking or bool(deletes)
             return deletes
 
@@ -94,12 +118,14 @@ class Strikes:
         """They could not be journaled; try again with the next batch."""
         with self._outbox:
             self._deletes[:0] = deletes
+            self._taken = []
             self._is_striking = False
 
     def strikes_are_durable(self) -> None:
         """What `take_deletes` or a snapshot took is journaled: whoever waits in `flush` may go on."""
         with self._outbox:
             self._is_striking = False
+            self._taken, self._left_out = [], []
             # What came meanwhile has its turn with the next batch.
             self._is_purging = self._is_purging and bool(self._deletes)
             self._outbox.changed.notify_all()
@@ -135,6 +161,22 @@ class Strikes:
     def close(self) -> None:
         """Nothing is erased any more. The lock is held by the caller."""
         self._is_closing = True
+
+    def hand_over(self) -> Owed:
+        """The tier is given up: what its files may still hold, for whoever opens them next. Nothing is due then."""
+        with self._outbox:
+            owed = Owed((*self._left_out, *self._taken, *self._deletes), set(self._erasures), self.owes_purge)
+            self._left_out, self._taken, self._deletes = [], [], []
+            self._erasures.clear()
+            self._is_striking = self._is_erasing = self._is_purging = self.names_are_left = False
+            self._outbox.changed.notify_all()
+            return owed
+
+    def take_over(self, owed: Owed) -> None:
+        """The files are open again, and what was due is due. The lock is held by the caller."""
+        self._deletes += owed.entries
+        self._erasures |= owed.erasures
+        self._is_purging = self._is_purging or owed.has_purge
 
     def take_erasures(self) -> list[int]:
         """Numbers of segments that hold pages of a purged namespace: what else is in them is to move, and they are to go."""

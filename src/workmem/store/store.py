@@ -20,7 +20,7 @@ from workmem.core.outcomes import Lookup, MissReason, TierName
 from workmem.core.units import parse_bytes
 from workmem.policy.order import Prospect
 from workmem.store.arena import Arena
-from workmem.store.breaker import Breaker
+from workmem.store.below import Below
 from workmem.store.codecs.settings import kept_namespace, page_codec, page_keyring
 from workmem.store.config import StoreConfig
 from workmem.store.contract import BlockId, PageWrite, PinResult, SaveState
@@ -28,22 +28,16 @@ from workmem.store.copying import Bytes
 from workmem.store.device import BlockDevice, HostDevice
 from workmem.store.lease import PageLease
 from workmem.store.pool import Pool
-from workmem.store.reader import ReaderThreads
 from workmem.store.readings import readings
 from workmem.store.saver import SaverThread
 from workmem.store.saving import NewPage, save_pages
-from workmem.store.scrub_source import SsdScrubSource
-from workmem.store.scrubber import Scrubber, ScrubThread
+from workmem.store.scrubber import Scrubber
 from workmem.store.selector import Purged
 from workmem.store.ssd_index import StoredPage
 from workmem.store.steering import PinDesk, QuotaDesk, set_quotas
 from workmem.store.ticker import TickerThread
-from workmem.store.tiers.attached import AttachedTier
-from workmem.store.tiers.attached_reader import AttachedReader
 from workmem.store.tiers.free_space import parse_keep_free
-from workmem.store.tiers.opening import open_below
 from workmem.store.tiers.ssd import SsdTier
-from workmem.store.writer import WriterThread
 
 log = logging.getLogger(__name__)
 
@@ -81,49 +75,33 @@ class Store:
         self._moved = self._restored_bytes = 0
         self._close_lock = threading.Lock()
         dram_bytes = parse_bytes(config.dram.bytes, "$.store.dram.bytes")
-        scrub_rate = parse_bytes(config.ssd.scrub_bytes_per_s, "$.store.ssd.scrub_bytes_per_s")
         self._codec, keyring = page_codec(config), page_keyring(config.ssd)
         self._arena = Arena(dram_bytes, config.dram.path)
         pins = parse_keep_free(config.pins.budget, "$.store.pins.budget").of(dram_bytes)
         self._pool = Pool(self._arena, self._clock, sink, config.dram.eviction, pins)
         self._pins = PinDesk(self._pool.state, self._clock)
-        self._tier: SsdTier | AttachedTier | None = None
-        self.ssd_problem = ""
-        """Why dram serves alone although a tier below it is configured; empty where it does not."""
         self._quotas = QuotaDesk(self._pool.state, None, 0)
         try:
             set_quotas(self._quotas, config.quotas, TierName.DRAM)
-            self._tier, self.ssd_problem = open_below(
-                config, self._pool, device or HostDevice(), sink, codec=self._codec, keyring=keyring
+            self._below = Below(
+                config,
+                self._pool,
+                device or HostDevice(),
+                sink,
+                self._clock,
+                codec=self._codec,
+                keyring=keyring,
             )
-            if isinstance(self._tier, SsdTier):
-                index, promised = self._tier.index, self._tier.writes.extent_bytes_max
-                self._quotas = QuotaDesk(self._pool.state, index, promised)
         except BaseException:
             self._arena.close()
             raise
-        self._breaker = Breaker(self._clock, sink, config.ssd.retry_s, self._pool.state.below)
+        opening = self._below.opening
+        if opening.is_ssd and opening.index is not None:
+            self._quotas = QuotaDesk(self._pool.state, opening.index, opening.promised_bytes)
         self._saver = SaverThread(self._pool, sink, config.save_queue_pages)
-        self._reader: ReaderThreads | AttachedReader | None = None
-        self._writer: WriterThread | None = None
-        self._scrubber: Scrubber[StoredPage] | None = None
-        self._scrub_thread: ScrubThread | None = None
-        if self._tier is not None:
-            self._pool.state.wants_writes = True
-            index = self._tier.index
-            self._restored_bytes = min(index.live_bytes, _WARM_RESTART_BYTES)
-            self._pool.leases.extent_of = index.extent
-            if isinstance(self._tier, AttachedTier):
-                self._reader = AttachedReader(self._pool, self._tier, self._breaker, self._clock, sink)
-            else:
-                self._reader = ReaderThreads(
-                    self._pool, index, self._tier.forms, self._breaker, self._clock, sink, config.ssd.readers
-                )
-            self._writer = WriterThread(self._pool, self._tier, self._breaker)
-            if scrub_rate and isinstance(self._tier, SsdTier):
-                self._scrubber = self.scrub(scrub_rate)
-                assert self._scrubber is not None
-                self._scrub_thread = ScrubThread(self._scrubber.step)
+        if opening.index is not None:
+            self._restored_bytes = min(opening.index.live_bytes, _WARM_RESTART_BYTES)
+        self._below.begin()
         self._ticker = TickerThread(self._tick)
 
     def __enter__(self) -> Self:
@@ -145,9 +123,14 @@ class Store:
         return self._pool
 
     @property
+    def ssd_problem(self) -> str:
+        """Why dram serves alone although a tier below it is configured; empty where it does not."""
+        return self._below.life.problem
+
+    @property
     def folder(self) -> Path | None:
         """Where its pages are on disk; None where they are in memory only, or with a tier that somebody installed."""
-        return Path(self._config.ssd.path).expanduser() if isinstance(self._tier, SsdTier) else None
+        return Path(self._config.ssd.path).expanduser() if isinstance(self._below.tier, SsdTier) else None
 
     def register(self, namespace: Namespace) -> bytes:
         """See `KVStore.register`. Raises ConfigError where pages would be rounded and must not be."""
@@ -164,9 +147,7 @@ class Store:
         if self._closed:
             raise InvariantError("lease on a closed store")
         lease, promotions = self._pool.leases.lease(self._pool.space(root), keys, owner, ttl_s)
-        if self._tier is not None:
-            assert self._reader is not None
-            self._reader.submit(promotions)
+        self._below.submit(promotions)
         return lease
 
     def save(self, root: bytes, pages: Sequence[PageWrite]) -> None:
@@ -201,12 +182,11 @@ class Store:
         in segments until they are compacted (`workmem store gc` does it at once), without a name. A namespace may
         be used again at once, empty.
         """
-        spaces = self._pool.purge(chosen)
-        gone = Purged.of(spaces)
-        with contextlib.nullcontext() if self._tier is None else self._tier.index.strikes.sweeping():
+        index = self._below.opening.index
+        with contextlib.nullcontext() if index is None else index.strikes.sweeping():
+            spaces = self._pool.purge(chosen)
+            gone = Purged.of(spaces)
             for space in spaces:
-                if self._tier is not None:
-                    self._tier.index.strikes.drop_space(space)
                 self._pool.sweep(space)
                 self._pins.purged(space.root)
         return gone
@@ -218,11 +198,7 @@ class Store:
 
     def scrub(self, bytes_per_s: int) -> Scrubber[StoredPage] | None:
         """A scrubber of its own for one pass, whose `step` the caller runs; None without an ssd tier."""
-        if not isinstance(self._tier, SsdTier):
-            return None
-        tier = self._tier
-        source = SsdScrubSource(self._pool, tier.index, tier.forms, lambda: self._breaker.reads_open)
-        return Scrubber(source, self._clock, self._sink, bytes_per_s)
+        return self._below.scrub(bytes_per_s)
 
     def pin(self, root: bytes, keys: Sequence[BlockKey], *, owner: str, name: str, ttl_s: float) -> PinResult:
         """See `Steering.pin`."""
@@ -271,21 +247,16 @@ class Store:
             return pool.outbox.changed.wait_for(is_done, left)
 
     def _is_settled(self) -> bool:
-        if not self._is_quiet():
-            return False
         # A tier that fails is not waited for, but whoever purged is not told that it is done.
-        return self._tier is None or self._breaker.is_lost or not self._tier.index.strikes.owes_purge
+        return self._is_quiet() and not self._below.owes_purge()
 
     def _is_quiet(self) -> bool:
         pool = self._pool.state
-        if pool.unwritten or pool.writes_in_flight:
-            return False
-        return self._tier is None or self._breaker.writes_open or self._tier.index.strikes.is_settled
+        return not (pool.unwritten or pool.writes_in_flight) and self._below.is_settled()
 
     def gauges(self) -> dict[str, float]:
         """See `KVStore.gauges`."""
-        counts = None if self._scrubber is None else self._scrubber.counts
-        told = readings(self._pool, self._tier, self._breaker, self._saver.depth, counts)
+        told = readings(self._pool, self._below, self._saver.depth)
         return told | self._pins.gauges() | self._quotas.gauges()
 
     def close(self) -> None:
@@ -313,17 +284,11 @@ class Store:
         # All are told before one is waited for longer: what does not end must not keep the others going.
         ended = [self._saver.close(left()), self._ticker.close(left())]
         self._pool.leases.end_leases()
-        if self._scrub_thread is not None:
-            ended.append(self._scrub_thread.close(left()))
-        if self._reader is not None:
-            ended.append(self._reader.close(left()))
-        if self._writer is not None:
-            ended.append(self._writer.close(left()))
-        return all(ended)
+        return all([*ended, *self._below.end(left)])
 
     def _give_back(self) -> None:
         """Let go of the folder and the arena: no thread uses them any more."""
-        if self._tier is None or self._tier.close():
+        if self._below.close():
             self._arena.close()
 
     def _give_back_late(self) -> None:
@@ -337,10 +302,7 @@ class Store:
         self._warm()
         self._pool.leases.expire_leases()
         self._pins.expire()
-        if self._tier is not None and not self._tier.folder_is_ours():
-            self._breaker.folder_lost()
-        self._breaker.tick()
-        self._pool.state.reads_ssd = not self._breaker.reads_open
+        self._below.tick()
 
     def _warm(self) -> None:
         """Take memory ahead of use: while nothing moves, or where too little of it is left.
@@ -359,5 +321,5 @@ class Store:
         """Check the ledger and every link of the index. Raises InvariantError; for tests."""
         with self._pool.state.outbox:
             self._pool.state.audit()
-            if self._tier is not None:
-                self._tier.index.audit()
+            if self._below.opening.index is not None:
+                self._below.opening.index.audit()

@@ -1,4 +1,4 @@
-"""The writer thread: pages that dram took in go to ssd in batches, behind everything else."""
+"""The writer thread: pages that dram took in go to the tier below in batches, behind everything else."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 
 from workmem.store.breaker import Breaker
 from workmem.store.pool import Pool
+from workmem.store.rebuilding import Rebuilding
 from workmem.store.ssd_writes import WriteJob
 from workmem.store.tiers.attached import AttachedTier
 from workmem.store.tiers.ssd import SsdTier
@@ -18,11 +19,11 @@ _TICK_S = 0.5
 
 
 class WriterThread:
-    """Owns everything that changes the ssd tier's files."""
+    """Owns everything that changes the tier's files, and gives the tier up and opens it anew where it fails."""
 
-    def __init__(self, pool: Pool, tier: SsdTier | AttachedTier, breaker: Breaker) -> None:
+    def __init__(self, pool: Pool, life: Rebuilding, breaker: Breaker) -> None:
         self._pool = pool
-        self._tier = tier
+        self._life = life
         self._breaker = breaker
         self._stopping = False
         self._thread = threading.Thread(target=self._main, name="workmem-ssd-write", daemon=True)
@@ -32,15 +33,19 @@ class WriterThread:
         """Stop after the batch under way, or the page that is moved. False if the disk holds it longer than `timeout_s`."""
         with self._pool.state.outbox:
             self._stopping = True
-            self._tier.index.strikes.close()
+            if self._life.index is not None:
+                self._life.index.strikes.close()
             self._pool.state.outbox.changed.notify_all()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _main(self) -> None:
         while self._wait():
-            self._step()
-        if not self._breaker.is_lost:
+            if self._life.is_due():
+                self._life.step(lambda: not self._stopping)
+            else:
+                self._step()
+        if not (self._breaker.is_lost or self._life.is_away):
             # Also where the tier has failed: a purge that it never hears of comes back with the next start.
             self._work([])
 
@@ -49,17 +54,25 @@ class WriterThread:
         outbox = self._pool.state.outbox
         with outbox:
             while not self._stopping:
-                if not self._breaker.may_write():
+                tier = self._life.tier
+                if self._life.is_due():
+                    return True
+                if tier is None:
+                    pass
+                elif not self._breaker.may_write():
                     # Nothing is waited for while the tier is left alone.
-                    self._tier.writes.give_up_writes()
+                    tier.writes.give_up_writes()
                 elif (
-                    self._breaker.writes_open
-                    or self._pool.state.unwritten
-                    or self._tier.index.strikes.has_deletes
+                    self._breaker.writes_open or self._pool.state.unwritten or tier.index.strikes.has_deletes
                 ):
                     return True
                 outbox.changed.wait(_TICK_S)
         return False
+
+    @property
+    def _tier(self) -> SsdTier | AttachedTier:
+        assert self._life.tier is not None
+        return self._life.tier
 
     def _step(self) -> None:
         if self._breaker.writes_open:

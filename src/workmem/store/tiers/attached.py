@@ -8,16 +8,16 @@ from __future__ import annotations
 import errno
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 
 from workmem.core.errors import IntegrityError
 from workmem.core.keys import BlockKey
 from workmem.policy.choose import EvictionName
-from workmem.store.arena import ALIGNMENT_BYTES
 from workmem.store.catalog import Space
 from workmem.store.pool import Pool
-from workmem.store.ssd_index import SsdIndex
+from workmem.store.ssd_index import FoundPage, SsdIndex
+from workmem.store.ssd_strikes import Owed
 from workmem.store.ssd_writes import WriteJob, WriteQueue
 from workmem.store.tiers.contract import (
     CLOSE_S,
@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 
 _BATCH_BYTES = 32 * 2**20
 _NO_BOUND = 1 << 60
+_ADOPT_STEP = 256
 _PLACE = 1
 """All pages lie in one place: where exactly is the tier's business."""
 
@@ -45,36 +46,86 @@ _PLACE = 1
 class AttachedTier:
     """See `tiers.ssd.SsdTier`, whose place it takes."""
 
-    def __init__(self, tier: Tier, pool: Pool, eviction: EvictionName = "value") -> None:
-        """Opens the tier and takes over what it holds from before. Raises OSError where it cannot be used."""
+    def __init__(
+        self, tier: Tier, pool: Pool, eviction: EvictionName = "value", index: SsdIndex | None = None
+    ) -> None:
+        """Opens the tier. Raises OSError where it cannot be used.
+
+        `index`: that of the tier which this one comes in place of; it is empty. Follow with `restore`, or with `adopt`.
+        """
         self.tier = tier
         self.forms = PageForms()
         self._pool = pool
-        held = _opened(tier, pool)
+        self._held = _opened(tier, pool)
         # Not before: only then a medium has to know its size.
         self.capacity_bytes = tier.usage().capacity_bytes or _NO_BOUND
-        self.index = SsdIndex(pool.state, self.capacity_bytes, eviction)
+        self.index = index or SsdIndex(pool.state, self.capacity_bytes, eviction)
         self.writes = WriteQueue(pool.state, self.index, self.capacity_bytes)
         self.place = Segment(_PLACE, Path(), _NoFile(), 0)
         self.place.is_whole_tier = True
         self.index.segments[_PLACE] = self.place
-        self._roots: dict[int, bytes] = {}
+        self.roots: dict[int, bytes] = {}
         """Of every namespace that has had a page here, by its number: strikes know it by that."""
-        self._restore_all(held)
 
     @property
     def batch_bytes(self) -> int:
         """Most bytes to hand to one `write`."""
         return min(_BATCH_BYTES, max(self.capacity_bytes // 4, 1))
 
-    def _restore_all(self, held: Sequence[HeldPage]) -> None:
-        by_space: dict[Space, list[int]] = {}
-        for page in held:
-            row = self._restore(page)
-            if row is not None:
-                by_space.setdefault(self._pool.state.catalog.space[row], []).append(row)
-        for space, rows in by_space.items():
-            self.index.restore(space, rows)
+    def restore(self) -> None:
+        """Take over what it holds from before, at a start."""
+        self._adopt_all({}, lambda: True)
+
+    def adopt(
+        self, before: AttachedTier | None, owed: Owed, purged: set[bytes], may_go_on: Callable[[], bool]
+    ) -> bool:
+        """As `restore`, beside a pool in use and in place of `before`, step by step. False where `may_go_on` ended that.
+
+        `owed` is what left `before` and it may not know; `purged` are roots of namespaces that were purged
+        meanwhile, empty afterwards.
+        """
+        state, strikes = self._pool.state, self.index.strikes
+        if before is not None:
+            self.roots |= before.roots
+        names = {
+            PageName(self.roots[entry.number], bytes(entry.key))
+            for entry in owed.entries
+            if isinstance(entry, DeleteEntry) and entry.number in self.roots
+        }
+        with state.outbox:
+            strikes.take_over(owed)
+            roots = set(purged)
+            purged.clear()
+            state.drop_space = strikes.drop_space
+        gone = [page for page in self._held if page.name.root in roots]
+        for page in gone:
+            space, _ = self._pool.add_space(page.namespace)
+            self.roots[space.number] = space.root
+            names.add(page.name)
+            strikes.return_deletes([DeleteEntry(space.number, page.name.key)])
+        is_done = self._adopt_all(names, may_go_on)
+        if is_done:
+            self._strike()
+        return is_done
+
+    def _adopt_all(self, but: Container[PageName], may_go_on: Callable[[], bool]) -> bool:
+        held, self._held = self._held, []
+        known: dict[bytes, Space] = {}
+        for at in range(0, len(held), _ADOPT_STEP):
+            if not may_go_on():
+                return False
+            by_space: dict[Space, list[FoundPage]] = {}
+            for page in held[at : at + _ADOPT_STEP]:
+                space = None if page.name in but else self._space_of(page, known)
+                if space is not None:
+                    extent = Extent(self.place, 0, page.length, page.header_sum)
+                    found = (BlockKey(page.name.key), page.parent, page.depth, extent)
+                    by_space.setdefault(space, []).append(found)
+            for space, pages in by_space.items():
+                if not self.index.take_in(space, pages):
+                    # Purged meanwhile: nothing else remembers them.
+                    self.index.strikes.return_deletes([DeleteEntry(space.number, page[0]) for page in pages])
+        return True
 
     def write(self, jobs: list[WriteJob]) -> list[Extent | None]:
         """Have pages kept. None stands for one that was refused. Raises OSError with nothing acknowledged."""
@@ -129,25 +180,24 @@ class AttachedTier:
             log.warning("the tier below dram did not end in %g s; the arena's memory is kept", CLOSE_S)
         return ended
 
-    def _restore(self, page: HeldPage) -> int | None:
-        if page.namespace.root() != page.name.root or not (
-            0 <= page.depth < 1 << 32 and 0 <= page.header_sum < 1 << 64
-        ):
+    def _space_of(self, page: HeldPage, known: dict[bytes, Space]) -> Space | None:
+        """The namespace of a page that can be what it says; None of another."""
+        root = page.name.root
+        if not (0 <= page.depth < 1 << 32 and 0 <= page.header_sum < 1 << 64):
             return None
-        space, _ = self._pool.add_space(page.namespace)
-        if page.length != space.frame_bytes or BlockKey(page.name.key) in space.rows:
+        if root not in known:
+            if page.namespace.root() != root:
+                return None
+            known[root] = self._pool.add_space(page.namespace)[0]
+        space = known[root]
+        if page.length != space.frame_bytes:
             return None
-        self._roots[space.number] = space.root
-        catalog = self._pool.state.catalog
-        with self._pool.state.outbox:
-            row = catalog.add(space, BlockKey(page.name.key), page.parent, page.depth)
-            catalog.segment[row], catalog.offset[row] = _PLACE, 0
-            catalog.length[row], catalog.header_sum[row] = page.length // ALIGNMENT_BYTES, page.header_sum
-        return row
+        self.roots[space.number] = root
+        return space
 
     def _out(self, job: WriteJob, frame: memoryview) -> PageOut:
         space = job.space
-        self._roots[space.number] = space.root
+        self.roots[space.number] = space.root
         key, parent, depth = identity_of(frame)
         name = PageName(space.root, bytes(key))
         about = HeldPage(name, space.namespace, parent, depth, len(frame), checksum_of(frame))
@@ -164,9 +214,9 @@ class AttachedTier:
         strikes = self.index.strikes
         entries = strikes.take_deletes()
         names = [
-            PageName(self._roots[entry.number], bytes(entry.key))
+            PageName(self.roots[entry.number], bytes(entry.key))
             for entry in entries
-            if isinstance(entry, DeleteEntry) and entry.number in self._roots
+            if isinstance(entry, DeleteEntry) and entry.number in self.roots
         ]
         try:
             self._drop(names)

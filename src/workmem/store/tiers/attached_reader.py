@@ -27,26 +27,48 @@ log = logging.getLogger(__name__)
 class AttachedReader:
     """See `reader.ReaderThreads`, whose place it takes. Threads are the tier's."""
 
-    def __init__(
-        self, pool: Pool, attached: AttachedTier, breaker: Breaker, clock: Clock, sink: EventSink
-    ) -> None:
+    def __init__(self, pool: Pool, breaker: Breaker, clock: Clock, sink: EventSink) -> None:
         self._pool = pool
-        self._attached = attached
+        self._attached: AttachedTier | None = None
+        """None while there is none to ask."""
         self._breaker = breaker
         self._clock = clock
         self._sink = sink
         self._changed = threading.Condition()
         self._under_way = 0
+        self._asked: set[_Batch] = set()
+
+    def ask(self, attached: AttachedTier) -> None:
+        """Bring pages from this one from now on."""
+        with self._changed:
+            self._attached = attached
+
+    def let_go(self) -> None:
+        """Ask the tier for nothing any more: what is asked for is a miss."""
+        with self._changed:
+            self._attached = None
+
+    def give_up(self) -> None:
+        """The tier has closed and writes to no page any more: what it never answered for will not come."""
+        with self._changed:
+            asked = list(self._asked)
+        for batch in asked:
+            batch.give_up()
 
     def submit(self, promotions: Sequence[Promotion]) -> None:
         """Read these, given in prefix order; returns at once."""
         if not promotions:
             return
         with self._changed:
+            attached = self._attached
+            batch = _Batch(self, attached, promotions, self._clock.monotonic())
             self._under_way += len(promotions)
-        batch = _Batch(self, promotions, self._clock.monotonic())
+            self._asked.add(batch)
+        if attached is None:
+            batch.give_up()
+            return
         try:
-            self._attached.tier.get(batch.pages, batch.done)
+            attached.tier.get(batch.pages, batch.done)
         except Exception:  # plugin boundary: whoever waits must hear of it
             log.exception("a tier raised instead of answering")
             for index in range(len(promotions)):
@@ -64,31 +86,44 @@ class AttachedReader:
         into = self._pool.state.arena.writable(frame.offset, frame.size)
         return PageIn(PageName(promotion.space.root, bytes(promotion.key)), into)
 
-    def settle(self, promotion: Promotion, page: memoryview, outcome: Outcome, started: float) -> None:
+    def settle(
+        self,
+        attached: AttachedTier | None,
+        promotion: Promotion,
+        page: memoryview,
+        outcome: Outcome,
+        started: float,
+    ) -> None:
         """A page arrived, or did not."""
         leases = self._pool.leases
-        if outcome is Outcome.DONE:
+        if attached is None:
+            leases.promotion_gone(promotion, MissReason.UNAVAILABLE)
+        elif outcome is Outcome.DONE:
             self._breaker.read_worked()
-            self._check(promotion, page, started)
+            self._check(attached, promotion, page, started)
         elif outcome is Outcome.FAILED:
             self._breaker.read_failed(OSError(errno.EIO, "the tier failed to bring a page"))
             leases.promotion_failed(promotion, MissReason.UNAVAILABLE)
         else:
             leases.promotion_gone(promotion, MissReason.EVICTED)
 
-    def ended(self, promotion: Promotion) -> None:
+    def ended(self, batch: _Batch, promotion: Promotion, *, is_last: bool) -> None:
         """The tier has let go of the page's memory."""
-        self._attached.index.end_read(promotion.extent.segment, 1)
+        with self._pool.state.outbox:
+            # Nothing closes with the last read of it: it stands for the whole tier.
+            promotion.extent.segment.readers -= 1
         with self._changed:
             self._under_way -= 1
+            if is_last:
+                self._asked.discard(batch)
             self._changed.notify_all()
 
-    def _check(self, promotion: Promotion, page: memoryview, started: float) -> None:
+    def _check(self, attached: AttachedTier, promotion: Promotion, page: memoryview, started: float) -> None:
         catalog, row, space = self._pool.state.catalog, promotion.row, promotion.space
         parent, depth, header_sum = catalog.parent[row], catalog.depth[row], promotion.extent.header_sum
         expected = Expected(space.layout, space.root, promotion.key, parent, depth, header_sum)
         try:
-            self._attached.forms.open(expected, page, page)
+            attached.forms.open(expected, page, page)
         except IntegrityError as error:
             log.warning("a page from the tier below dram is not what was put there: %s", error)
             self._pool.leases.promotion_failed(promotion, MissReason.CORRUPT)
@@ -98,7 +133,7 @@ class AttachedReader:
         if self._pool.leases.promoted(promotion):
             self._sink(
                 BlockPromoted(
-                    source=self._attached.tier.kind,
+                    source=attached.tier.kind,
                     target=TierName.DRAM,
                     blocks=1,
                     page_bytes=space.layout.page_bytes,
@@ -110,8 +145,15 @@ class AttachedReader:
 class _Batch:
     """One call of `get`: each page is settled once, whatever the tier calls."""
 
-    def __init__(self, reader: AttachedReader, promotions: Sequence[Promotion], started: float) -> None:
+    def __init__(
+        self,
+        reader: AttachedReader,
+        attached: AttachedTier | None,
+        promotions: Sequence[Promotion],
+        started: float,
+    ) -> None:
         self._reader = reader
+        self._attached = attached
         self._promotions = promotions
         self._started = started
         self._lock = threading.Lock()
@@ -125,11 +167,20 @@ class _Batch:
                 log.warning("a tier answered for a page twice, or for none")
                 return
             self._left.discard(index)
+            is_last = not self._left
         promotion, page = self._promotions[index], self.pages[index].into
         try:
-            self._reader.settle(promotion, page, outcome, self._started)
+            self._reader.settle(self._attached, promotion, page, outcome, self._started)
         finally:
             # A tier that has not let go of it says DONE too early; the read is over all the same.
             with contextlib.suppress(BufferError):
                 page.release()
-            self._reader.ended(promotion)
+            self._reader.ended(self, promotion, is_last=is_last)
+
+    def give_up(self) -> None:
+        """Nobody answers any more."""
+        with self._lock:
+            left = list(self._left)
+            self._attached = None
+        for index in left:
+            self.done(index, Outcome.ABSENT)

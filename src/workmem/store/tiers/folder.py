@@ -29,16 +29,34 @@ class FolderFormat(msgspec.Struct, frozen=True):
     """Names the key that the journal is sealed under; empty where folder lies in the clear."""
 
 
+class Identity(msgspec.Struct, frozen=True):
+    """Which folder is taken while a store runs: the one that it had, or one that is made in its place."""
+
+    before: bytes | None
+    """Its store id; None where it was never open."""
+    fresh: bytes
+    """The id that a folder gets that is made. Given beforehand: one that was left half made is known again."""
+
+    @classmethod
+    def of(cls, before: bytes | None) -> Identity:
+        """For a store that had `before`."""
+        return cls(before, secrets.token_bytes(16))
+
+
 class StoreFolder:
     """An ssd tier's folder, locked for this process until `close`."""
 
-    def __init__(self, path: str, keyring: Keyring | None = None) -> None:
+    def __init__(
+        self, path: str, keyring: Keyring | None = None, *, identity: Identity | None = None
+    ) -> None:
+        """With an `identity` the folder is that store's, or is made anew; without, whosever it is."""
         if not path:
             # It would be the working directory, which nobody meant.
             raise ConfigError("$.store.ssd.path: is empty; name a folder")
         self.path = Path(path).expanduser()
         self.segments = self.path / "segments"
         self.keyring = keyring
+        self._identity = identity
         self._key_id = "" if keyring is None else keyring.current.key_id.hex()
         self.is_under_current_key = True
         """The journal is not under an older key."""
@@ -106,11 +124,20 @@ class StoreFolder:
                     f"{FORMAT_VERSION}; remove the folder or name another"
                 )
             require_key(self.path, found, self.keyring)
+            self._require_identity(store_id)
             self.is_under_current_key = found.key_id == self._key_id
             return store_id
-        store_id = secrets.token_bytes(16)
+        store_id = secrets.token_bytes(16) if self._identity is None else self._identity.fresh
         self._write_format(store_id)
         return store_id
+
+    def _require_identity(self, store_id: bytes) -> None:
+        known = self._identity
+        if known is not None and store_id not in {known.fresh, known.before}:
+            raise ConfigError(
+                f"$.store.ssd.path: {self.path} is the folder of another store now; put the one back that was there, "
+                "remove it, or start again to take this one"
+            )
 
     def note_current_key(self) -> None:
         """The journal was written anew under the current key. Raises OSError."""

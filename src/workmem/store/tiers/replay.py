@@ -7,7 +7,7 @@ side by side, without an object for each. Rules of replay in docs/internals/jour
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -20,12 +20,14 @@ from workmem.store.arena import ALIGNMENT_BYTES
 from workmem.store.catalog import NO_SEGMENT, UNKNOWN_PARENT, Catalog, Space
 from workmem.store.tiers.entries import NOBODY
 from workmem.store.tiers.journal_records import DeleteEntry, DropEntry, NamespaceEntry
-from workmem.store.tiers.segments import SEGMENT_HEADER_BYTES
+from workmem.store.tiers.segments import SEGMENT_HEADER_BYTES, Extent
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from workmem.store.ssd_index import FoundPage
     from workmem.store.tiers.journal_records import Record
+    from workmem.store.tiers.segments import Segment
 
 
 class Replay:
@@ -93,6 +95,21 @@ class Replay:
         if last - first + 1 == len(space.rows):
             return range(first, last + 1)
         return sorted(space.rows.values())
+
+    def segment_of(self, row: int) -> int:
+        """Number of the segment that the page of a row lies in."""
+        return self._catalog.segment[row]
+
+    def page(self, row: int, segments: Mapping[int, Segment]) -> FoundPage:
+        """What was found of a row, for whoever has a catalog of their own."""
+        catalog = self._catalog
+        extent = Extent(
+            segments[catalog.segment[row]],
+            catalog.offset[row] * ALIGNMENT_BYTES,
+            catalog.length[row] * ALIGNMENT_BYTES,
+            catalog.header_sum[row],
+        )
+        return catalog.key[row], catalog.parent[row], catalog.depth[row], extent
 
     def parents(self, space: Space) -> Sequence[int] | None:
         """Rows of the parents of `rows`; None where so much has changed that they are to be looked up."""

@@ -10,16 +10,19 @@ import contextlib
 import ctypes
 import gc
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from typing import TYPE_CHECKING
 
 from workmem.core.errors import ConfigError, IntegrityError
 from workmem.core.events import BoundReached, EventSink
+from workmem.core.layout import Namespace
 from workmem.policy.choose import EvictionName
+from workmem.store.catalog import Catalog, Space
 from workmem.store.codecs.contract import UnreadableError
 from workmem.store.device import BlockDevice
 from workmem.store.pool import Pool
-from workmem.store.ssd_index import SsdIndex
+from workmem.store.ssd_index import FoundPage, SsdIndex
+from workmem.store.ssd_strikes import Owed
 from workmem.store.ssd_writes import WriteJob, WriteQueue
 from workmem.store.tiers.entries import erase_entries, namespace_entry
 from workmem.store.tiers.folder import StoreFolder
@@ -42,6 +45,19 @@ WRITE_BATCH_BYTES = 32 * 2**20
 """Most bytes under one pair of syncs."""
 
 
+ADOPT_STEP = 256
+"""Pages that are taken in under one hold of the lock: a millisecond or two."""
+
+
+def promised_bytes(capacity_bytes: int) -> int:
+    """What of a capacity is always there for pages: two segments are kept back. No page may take more."""
+    return capacity_bytes - 2 * _segment_bytes(capacity_bytes)
+
+
+def _segment_bytes(capacity_bytes: int) -> int:
+    return min(SEGMENT_BYTES_MAX, max(capacity_bytes // 8, 2 * SEGMENT_HEADER_BYTES))
+
+
 class SsdTier:
     """The files and their bookkeeping. `index` is shared with the pool; the rest is the writer's."""
 
@@ -55,15 +71,16 @@ class SsdTier:
         keep_free: KeepFree | None = None,
         eviction: EvictionName = "value",
         forms: PageForms | None = None,
+        index: SsdIndex | None = None,
     ) -> None:
+        """`index`: that of the tier which this one comes in place of; it is empty."""
         self._folder = folder
         self._pool = pool
         self._sink = sink
         self.capacity_bytes = capacity_bytes
-        segment_bytes = min(SEGMENT_BYTES_MAX, max(capacity_bytes // 8, 2 * SEGMENT_HEADER_BYTES))
-        self.index = SsdIndex(pool.state, capacity_bytes, eviction)
-        self.writes = WriteQueue(pool.state, self.index, capacity_bytes - 2 * segment_bytes)
-        self._files = SegmentFiles(folder, self.index, device, sink, segment_bytes)
+        self.index = index or SsdIndex(pool.state, capacity_bytes, eviction)
+        self.writes = WriteQueue(pool.state, self.index, promised_bytes(capacity_bytes))
+        self._files = SegmentFiles(folder, self.index, device, sink, _segment_bytes(capacity_bytes))
         self.forms = forms or PageForms()
         self._staging = Staging(pool.state.arena, self.forms)
         self._room = Room(
@@ -94,17 +111,85 @@ class SsdTier:
 
     def open(self) -> None:
         """Replay the journal. Time is proportional to it, not to the data."""
-        # A million new records make the collector walk the heap again and again, for nothing.
-        collecting = gc.isenabled()
-        gc.disable()
-        try:
-            self._open()
-        finally:
-            if collecting:
-                gc.enable()
+        with _collector_off():
+            state = self._pool.state
+            replay = self._replay(
+                state.catalog,
+                lambda namespace, number: self._pool.add_space(namespace, number=number)[0],
+                self._pool.forget_space,
+            )
+            for space in replay.spaces:
+                self._announced.add(space.number)
+                self.index.restore(space, replay.rows(space), replay.parents(space))
+            self._pool.number_from(replay.last_number + 1)
+            self.index.strikes.erase(replay.erasures & self.index.segments.keys())
+            self._settle(replay)
         _give_back_memory()
 
-    def _open(self) -> None:
+    def open_beside(self, owed: Owed) -> Replay:
+        """As `open`, beside a pool in use, which sees nothing of it until `adopt`. `owed`: what left since the journal."""
+        spaces: dict[bytes, Space] = {}
+
+        def open_space(namespace: Namespace, number: int) -> Space:
+            return spaces.setdefault(namespace.root(), Space(namespace, number))
+
+        def close_space(space: Space) -> None:
+            if spaces.get(space.root) is space:
+                del spaces[space.root]
+
+        with _collector_off():
+            return self._replay(Catalog(), open_space, close_space, owed.entries)
+
+    def adopt(self, found: Replay, owed: Owed, purged: set[bytes], may_go_on: Callable[[], bool]) -> bool:
+        """Put what `open_beside` found into the index, step by step. False where `may_go_on` ended that.
+
+        `purged` are roots of namespaces that were purged meanwhile; it is empty afterwards.
+        """
+        state, strikes = self._pool.state, self.index.strikes
+        with state.outbox:
+            theirs = list(dict.fromkeys(found.spaces))
+            stays = [space for space in theirs if space.root not in purged]
+            ours = self._pool.number_as(stays, found.last_number)
+            gone = [space for space in theirs if space.root in purged]
+            strikes.take_over(owed + self._purged_meanwhile(found, gone))
+            purged.clear()
+            state.drop_space = strikes.drop_space
+        self._announced = {space.number for space in theirs}
+        for space, known in zip(stays, ours, strict=True):
+            rows = found.rows(space)
+            for at in range(0, len(rows), ADOPT_STEP):
+                if not may_go_on():
+                    return False
+                if not self.index.take_in(known, self._found(found, rows[at : at + ADOPT_STEP])):
+                    strikes.erase(set(map(found.segment_of, rows)) & self.index.segments.keys())
+                    break
+        if owed.has_purge:
+            # It is done once a journal without those names is in place.
+            strikes.leave_names()
+        self._settle(found)
+        return True
+
+    def _purged_meanwhile(self, found: Replay, gone: Sequence[Space]) -> Owed:
+        rows = [row for space in gone for row in found.rows(space)]
+        erasures = (found.erasures | set(map(found.segment_of, rows))) & self.index.segments.keys()
+        return Owed([DropEntry(space.number) for space in gone], erasures, bool(gone))
+
+    def _found(self, found: Replay, rows: Sequence[int]) -> list[FoundPage]:
+        return [found.page(row, self.index.segments) for row in rows]
+
+    def _settle(self, replay: Replay) -> None:
+        """What a start owes the folder: a journal that says what is there, and no file without a page."""
+        if not replay.is_clean:
+            self._pool.count("journal_records_dropped", replay.dropped)
+            self.index.strikes.leave_names()
+            self._try_rewrite()
+        if self._journal.is_broken or not self._folder.is_under_current_key:
+            self._try_rewrite()
+        for segment in list(self.index.segments.values()):
+            if not segment.page_count:
+                self._files.remove(segment)
+
+    def _records(self) -> Sequence[Record]:
         try:
             records = self._journal.open()
         except UnreadableError as error:
@@ -121,33 +206,23 @@ class SsdTier:
         if self._journal.torn_bytes:
             detail = f"{self._journal.torn_bytes} bytes behind the last whole batch were cut off"
             self._sink(BoundReached(name="store.ssd.journal_tail", limit=0, detail=detail))
+        return records
+
+    def _replay(
+        self,
+        into: Catalog,
+        open_space: Callable[[Namespace, int], Space],
+        close_space: Callable[[Space], None],
+        later: Sequence[Record] = (),
+    ) -> Replay:
+        records = self._records()
         self._files.open()
         self._pool.count("segments_left_out", self._files.left_out)
-        self._replay(records)
-        if self._journal.is_broken or not self._folder.is_under_current_key:
-            self._try_rewrite()
-        for segment in list(self.index.segments.values()):
-            if not segment.page_count:
-                self._files.remove(segment)
-
-    def _replay(self, records: Sequence[Record]) -> None:
-        replay = Replay(
-            self._pool.state.catalog,
-            {number: segment.size for number, segment in self.index.segments.items()},
-            open_space=lambda namespace, number: self._pool.add_space(namespace, number=number)[0],
-            close_space=self._pool.forget_space,
-        )
-        replay.take(records)
-        for space in replay.spaces:
-            self._announced.add(space.number)
-            self.index.restore(space, replay.rows(space), replay.parents(space))
+        sizes = {number: segment.size for number, segment in self.index.segments.items()}
+        replay = Replay(into, sizes, open_space=open_space, close_space=close_space)
+        replay.take([*records, *later])
         self._files.number_from(replay.last_segment + 1)
-        self._pool.number_from(replay.last_number + 1)
-        self.index.strikes.erase(replay.erasures & self.index.segments.keys())
-        if not replay.is_clean:
-            self._pool.count("journal_records_dropped", replay.dropped)
-            self.index.strikes.leave_names()
-            self._try_rewrite()
+        return replay
 
     def _try_rewrite(self) -> None:
         """A failure is not the end: the writer rewrites a broken journal before it adds anything."""
@@ -247,6 +322,25 @@ class SsdTier:
         """Write something that does no harm. Raises OSError while the disk refuses."""
         self._announce_all()
 
+    @property
+    def store_id(self) -> bytes:
+        """Of the folder."""
+        return self._folder.store_id
+
+    @property
+    def last_segment(self) -> int:
+        """Highest number that a segment has had."""
+        return self._files.last_number
+
+    def number_from(self, number: int) -> None:
+        """Give no segment a number below: who remembers a place of before must not find another's page there."""
+        self._files.number_from(number)
+
+    @property
+    def can_write(self) -> bool:
+        """The journal can be added to, as far as is known."""
+        return not self._journal.is_broken
+
     def folder_is_ours(self) -> bool:
         """Whether what is written now will be found at the next start."""
         return self._folder.is_ours()
@@ -288,6 +382,18 @@ class SsdTier:
             namespace_entry(spaces[number]) if number in spaces else DropEntry(number)
             for number in sorted(numbers)
         ]
+
+
+@contextlib.contextmanager
+def _collector_off() -> Generator[None]:
+    """A million new records make the collector walk the heap again and again, for nothing."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def _give_back_memory() -> None:

@@ -29,6 +29,8 @@ class TierStat(msgspec.Struct, frozen=True, kw_only=True):
     """A tier as it is now."""
 
     tier: str
+    state: str
+    """`ok`; `error` while it is left alone for a pause; `rebuilding` while it is away and to be opened anew."""
     eviction: str
     capacity_bytes: int
     used_bytes: int
@@ -92,8 +94,10 @@ def _tier(gauges: Mapping[str, float], tier: str) -> TierStat:
     groups = [
         match["group"] for name in gauges if (match := _QUOTA.fullmatch(name)) and match["tier"] == tier
     ]
+    state = "error" if gauges.get(f"store_{tier}_error") else "ok"
     return TierStat(
         tier=tier,
+        state="rebuilding" if gauges.get(f"store_{tier}_away") else state,
         eviction=eviction,
         capacity_bytes=read("capacity_bytes"),
         used_bytes=read("used_bytes"),

@@ -163,8 +163,10 @@ def test_a_frame_that_is_being_filled_is_not_the_page_it_held(host):
     host.store.pool.leases.end_leases()
     state, space = host.store.pool.state, host.store.pool.space(CHAIN.root)
     with state.outbox:
-        frame = state.frames.reuse(state._evict(space.rows[CHAIN.keys[7]]))
-        state.start_filling(frame, space)
+        evicted = state._evict(space.rows[CHAIN.keys[7]])
+        state._vacate(evicted)
+        frame = state.reserve(space)
+        assert frame is evicted
     assert not lease.is_current(7)
     with pytest.raises(LeaseError, match="stale"):
         lease.page(7)

@@ -10,7 +10,7 @@ import re
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, compress, islice, pairwise
+from itertools import compress, islice, pairwise
 from operator import ne
 
 from workmem.policy.order import NO_ROW, Loss, Prospect
@@ -67,16 +67,17 @@ class Rings:
             self._take_in()
         if row >= len(self._flags):
             self._reach(row)
-        if self._children[row]:
+        flags, children = self._flags, self._children
+        if children[row]:
             self._orphan(row)
-        assert not self._flags[row], f"row {row} is inserted twice"
-        self._flags[row] = PRESENT
+        assert not flags[row], f"row {row} is inserted twice"
+        flags[row] = PRESENT
         self._parent[row] = parent
         self._size[row] = size
         self._count += 1
         if parent != NO_ROW:
-            assert self._flags[parent], f"parent {parent} of row {row} is not in this order"
-            self._children[parent] += 1
+            assert flags[parent], f"parent {parent} of row {row} is not in this order"
+            children[parent] += 1
         end = self._ring_of_new(row, parent, is_back=is_back)
         # A chain that comes in one go lies root to leaf (E3).
         behind_parent = parent != NO_ROW and parent == self._last and end == self._last_end
@@ -186,38 +187,40 @@ class Rings:
         """See `EvictionOrder.remove`."""
         if self._pending:
             self._take_in()
-        flags = self._flags[row]
-        assert flags, f"row {row} is not in this order"
-        if not flags & PARKED:
+        flags, parents, children = self._flags, self._parent, self._children
+        was = flags[row]
+        assert was, f"row {row} is not in this order"
+        if not was & PARKED:
             self._unlink(row + self._first)
         self._forget(row)
-        self._pinned -= bool(flags & PINNED)
-        self._flags[row] = 0
+        if was & PINNED:
+            self._pinned -= 1
+        flags[row] = 0
         self._count -= 1
         if row == self._last:
             self._last = NO_ROW
-        parent = self._parent[row]
+        parent = parents[row]
         if parent == NO_ROW:
             return
-        self._parent[row] = NO_ROW
-        left = self._children[parent] - 1
-        self._children[parent] = left
-        if not left and self._flags[parent] & (PARKED | HELD) == PARKED:
+        parents[row] = NO_ROW
+        children[parent] = left = children[parent] - 1
+        if not left and flags[parent] & (PARKED | HELD) == PARKED:
             self._return(parent)
 
     def pick(self, is_held: Callable[[int], bool]) -> int:
         """See `EvictionOrder.pick`."""
         if self._pending:
             self._take_in()
-        for end in chain(self._victim_rings(), (self._pinned_end,)):
-            while (position := self._newer[end]) != end:
+        newer, children, flags = self._newer, self._children, self._flags
+        for end in self._victim_rings():
+            while (position := newer[end]) != end:
                 row = position - self._first
-                if self._children[row]:
-                    self._flags[row] |= PARKED
+                if children[row]:
+                    flags[row] |= PARKED
                 elif end != self._pinned_end and self._spare(row):
                     continue
                 elif is_held(row):
-                    self._flags[row] |= PARKED | HELD
+                    flags[row] |= PARKED | HELD
                     self.held_skips += 1
                 else:
                     return row
@@ -256,8 +259,8 @@ class Rings:
         return 0
 
     def _victim_rings(self) -> Iterable[int]:
-        """Ends of the rings in the order in which they give victims."""
-        return range(self._pinned_end)
+        """Ends of the rings in the order in which they give victims, that of pinned blocks last."""
+        return range(self._pinned_end + 1)
 
     def _use(self, rows: Sequence[int]) -> None:
         """Used blocks, least recent first. Parked ones go back into a ring, whoever holds them (E4)."""
@@ -308,16 +311,18 @@ class Rings:
 
     def _link(self, position: int, newer: int) -> None:
         """Put a position on the older side of another."""
-        older = self._older[newer]
-        self._older[newer] = position
-        self._newer[position] = newer
-        self._older[position] = older
-        self._newer[older] = position
+        olders, newers = self._older, self._newer
+        older = olders[newer]
+        olders[newer] = position
+        newers[position] = newer
+        olders[position] = older
+        newers[older] = position
 
     def _unlink(self, position: int) -> None:
-        older, newer = self._older[position], self._newer[position]
-        self._older[newer] = older
-        self._newer[older] = newer
+        olders, newers = self._older, self._newer
+        older, newer = olders[position], newers[position]
+        olders[newer] = older
+        newers[older] = newer
 
     def _return(self, row: int) -> None:
         """A parked row may leave again: it was the oldest when it was parked (E5)."""

@@ -50,7 +50,8 @@ class S3Fifo(Rings):
 
     def _victim_rings(self) -> Iterable[int]:
         # Main comes after small in any case: blocks may have moved there on the way.
-        return (_SMALL, _MAIN) if self._small_bytes > self._small_max else (_MAIN, _SMALL, _MAIN)
+        rings = (_SMALL, _MAIN) if self._small_bytes > self._small_max else (_MAIN, _SMALL, _MAIN)
+        return (*rings, self._pinned_end)
 
     def _use(self, rows: Sequence[int]) -> None:
         for row in rows:

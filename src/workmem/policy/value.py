@@ -58,12 +58,11 @@ class ReuseOdds:
 
     def count(self, uses: int, *, again: int, left: int) -> None:
         """`again` blocks that had been used `uses` times were used once more, `left` were evicted instead."""
-        self._used[uses] += again
-        self._ended[uses] += again + left
-        if self._ended[uses] > 2 * HALF_LIFE:
-            self._used[uses] /= 2
-            self._ended[uses] /= 2
-        self.odds[uses] = min(1.0, self._used[uses] / self._ended[uses])
+        used, ended = self._used[uses] + again, self._ended[uses] + (again + left)
+        if ended > 2 * HALF_LIFE:
+            used, ended = used / 2, ended / 2
+        self._used[uses], self._ended[uses] = used, ended
+        self.odds[uses] = used / ended if used < ended else 1.0
 
 
 class ValueOrder(Rings):
@@ -147,8 +146,9 @@ class ValueOrder(Rings):
     def _ring_of_new(self, row: int, parent: int, *, is_back: bool) -> int:
         if parent != NO_ROW:
             self._depth[row] = min(self._depth[parent] + 1, 65535)
-        self._bytes += self._size[row]
-        self._unproven_bytes += self._size[row]
+        size = self._size[row]
+        self._bytes += size
+        self._unproven_bytes += size
         if is_back:
             # It had not ended when it left. Without this, what leaves too early could never prove itself.
             self._uses[row] = 1
@@ -160,14 +160,14 @@ class ValueOrder(Rings):
         added = sum(sizes)
         self._bytes += added
         self._unproven_bytes += added
-        return self._unproven_end(int(self._reuse.odds[0] * STEPS))
+        self._all_wait = False
+        return _RINGS + (self._unproven_hand + int(self._reuse.odds[0] * STEPS)) % _RINGS
 
     def _ring_of(self, row: int) -> int:
-        return self._hand if self._flags[row] & REUSED else self._unproven_end(0)
-
-    def _unproven_end(self, steps: int) -> int:
+        if self._flags[row] & REUSED:
+            return self._hand
         self._all_wait = False
-        return _RINGS + (self._unproven_hand + steps) % _RINGS
+        return _RINGS + self._unproven_hand
 
     def _vouch(self, row: int) -> None:
         """Something speaks for a block now: a use, a pin, an announced use."""
@@ -183,13 +183,19 @@ class ValueOrder(Rings):
 
     def _ring(self, row: int) -> int:
         """Where a block belongs that is used, or looked at anew, now."""
-        advice = self._advice[row]
-        odds = 1.0 if advice & _PROSPECT == Prospect.EXPECTED else self._reuse.odds[self._uses[row]]
+        odds = self._reuse.odds[self._uses[row]]
         cost = min(1 + self._depth[row] / self._even_depth, DEPTH_FACTOR_MAX)
-        if advice & _LOSS:
-            cost *= RELOAD_COST
+        advice = self._advice[row]
+        if advice:
+            if advice & _PROSPECT == Prospect.EXPECTED:
+                odds = 1.0
+            if advice & _LOSS:
+                cost *= RELOAD_COST
         life = int(odds * cost * STEPS) or 1
-        return (self._hand + life) % _RINGS if self._flags[row] & REUSED else self._unproven_end(life)
+        if self._flags[row] & REUSED:
+            return (self._hand + life) % _RINGS
+        self._all_wait = False
+        return _RINGS + (self._unproven_hand + life) % _RINGS
 
     def _victim_rings(self) -> Iterable[int]:
         if self._is_scanned() and not self._all_wait:
@@ -202,6 +208,7 @@ class ValueOrder(Rings):
             yield self._hand
             self._hand = (self._hand + 1) % _RINGS
             self._unproven_hand = (self._unproven_hand + 1) % _RINGS
+        yield self._pinned_end
 
     def _is_scanned(self) -> bool:
         """Whether unproven blocks have what room they may, and make room for each other (E17)."""
@@ -253,14 +260,15 @@ class ValueOrder(Rings):
             self._unproven_bytes += self._size[row]
 
     def _forget(self, row: int) -> None:
-        size = self._size[row]
+        size, filled, uses = self._size[row], self._bytes, self._uses
         if not self._flags[row] & REUSED:
-            if self._is_scanned() and self._unproven_bytes < self._bytes:
-                self._scan_on(size / self._bytes)
+            # Where all that is here is unproven nothing is kept out.
+            if self._unproven_bytes < filled and self._is_scanned():
+                self._scan_on(size / filled)
             self._unproven_bytes -= size
-        self._bytes -= size
-        self._reuse.count(self._uses[row], again=0, left=1)
-        self._uses[row] = self._advice[row] = self._depth[row] = 0
+        self._bytes = filled - size
+        self._reuse.count(uses[row], again=0, left=1)
+        uses[row] = self._advice[row] = self._depth[row] = 0
 
     def _reach(self, row: int) -> None:
         super()._reach(row)

@@ -50,8 +50,9 @@ class Arena:
         # The address holds as long as the mapping; the ctypes view that reveals it must not outlive this line.
         self.base_address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._warm_bytes = 0
-        self._writable = memoryview(self._map)
-        self._readable = self._writable.toreadonly()
+        self.memory = memoryview(self._map)
+        """All of it, in place, for who writes a few bytes of a frame by their offset."""
+        self._readable = self.memory.toreadonly()
 
     @property
     def fd(self) -> int:
@@ -60,7 +61,7 @@ class Arena:
 
     def writable(self, offset: int, size: int) -> memoryview:
         """The bytes at `offset`, in place, for whoever is filling that frame."""
-        return self._writable[offset : offset + size]
+        return self.memory[offset : offset + size]
 
     def readable(self, offset: int, size: int) -> memoryview:
         """The bytes at `offset`, in place, read-only."""
@@ -96,7 +97,7 @@ class Arena:
         os.close(self._fd)
         self._fd = -1
         self._readable.release()
-        self._writable.release()
+        self.memory.release()
         try:
             self._map.close()
         except BufferError:

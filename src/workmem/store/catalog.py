@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,7 +24,7 @@ from workmem.store.arena import align
 from workmem.store.contract import BlockId
 from workmem.store.copying import PageCopy
 from workmem.store.frames import Frame
-from workmem.store.tiers.page_header import header_bytes, slice_sums
+from workmem.store.tiers.page_header import header_bytes, header_form, slice_sums
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -46,6 +46,8 @@ IS_COUNTED = 4
 """In `Catalog.is_unwritten`, beside these: the ghosts of the tier below have heard of it. A write may be tried again."""
 NO_PARENT, UNKNOWN_PARENT = -1, -2
 """In place of a parent's row."""
+_NO_KEY = BlockKey(b"")
+"""Of a row that is free."""
 
 
 class Space:
@@ -54,6 +56,7 @@ class Space:
     __slots__ = (
         "copy",
         "filling",
+        "form",
         "frame_bytes",
         "ghosts",
         "header_bytes",
@@ -80,9 +83,10 @@ class Space:
         self.frame_bytes = self.header_bytes + align(self.page_bytes)
         """A frame holds a page as it lies on disk: header, then payload."""
         self.copy = PageCopy(self.layout)
+        self.form = header_form(self.layout)
         self.sums, self.sums_at = slice_sums(self.layout)
         self.spans = [self.layout.slice_span(index) for index in range(self.layout.slice_count)]
-        self.rows: dict[BlockKey, int] = {}
+        self.rows: dict[bytes, int] = {}
         self.filling: dict[BlockKey, int] = {}
         """Keys whose first copy is being written into a frame, and the number of the workflow it is for."""
         self.ghosts: OrderedDict[BlockKey, MissReason] = OrderedDict()
@@ -90,14 +94,14 @@ class Space:
         self.is_purged = False
         """Its blocks are gone for good and nothing is taken in any more (R9)."""
 
-    def check(self, blocks: Iterable[BlockId]) -> None:
+    def check(self, block: BlockId) -> None:
         """Raises InvariantError on a block that does not fit the namespace."""
-        tokens = self.layout.block_tokens
-        for block in blocks:
-            if len(block.key) != KEY_BYTES or len(block.parent) != KEY_BYTES:
-                raise InvariantError(f"block key and parent are {KEY_BYTES} bytes each")
-            if len(block.tokens) != tokens:
-                raise InvariantError(f"a block has {tokens} tokens here, not {len(block.tokens)}")
+        if len(block.key) != KEY_BYTES or len(block.parent) != KEY_BYTES:
+            raise InvariantError(f"block key and parent are {KEY_BYTES} bytes each")
+        if len(block.tokens) != self.layout.block_tokens:
+            raise InvariantError(
+                f"a block has {self.layout.block_tokens} tokens here, not {len(block.tokens)}"
+            )
 
     def remember(self, key: BlockKey, reason: MissReason) -> None:
         """Note why `key` is gone; the oldest note makes room."""
@@ -174,12 +178,15 @@ class Catalog:
 
     def add(self, space: Space, key: BlockKey, parent: bytes, depth: int, workflow: int = 0) -> int:
         """A row for a block, filed under its key."""
-        parent_row = space.rows.get(BlockKey(parent))
+        parent_row = space.rows.get(parent)
         if parent_row is not None:
             parent = self.key[parent_row]
         if self._free:
             row = self._free.pop()
-            self.space[row], self.key[row], self.parent[row], self.depth[row] = space, key, parent, depth
+            self.space[row] = space
+            self.key[row] = key
+            self.parent[row] = parent
+            self.depth[row] = depth
             self.workflow[row] = workflow
         else:
             row = len(self.key)
@@ -219,7 +226,7 @@ class Catalog:
         parent_rows = np.arange(first - 1, first + count - 1, dtype=np.int32)
         begins = np.concatenate(([0], others))
         for index, parent in zip(begins.tolist(), puts["parent"][begins].tolist(), strict=True):
-            row = find(BlockKey(parent))
+            row = find(parent)
             shared[index] = parent if row is None else known[row]
             nobody = NO_PARENT if parent == space.root else UNKNOWN_PARENT
             parent_rows[index] = nobody if row is None else row
@@ -246,11 +253,11 @@ class Catalog:
 
     def drop(self, row: int) -> None:
         """Give a row up. No tier holds its block any more and no promotion is under way."""
-        space, key = self.space[row], self.key[row]
-        if space.rows.get(key) == row:
-            del space.rows[key]
-        self.key[row] = BlockKey(b"")
-        self.parent[row] = b""
+        rows, key = self.space[row].rows, self.key[row]
+        if rows.get(key) == row:
+            del rows[key]
+        self.key[row] = _NO_KEY
+        self.parent[row] = _NO_KEY
         self.stamp[row] = (self.stamp[row] + 1) & 0xFFFFFFFF
         self.is_unwritten[row] = 0
         self._free.append(row)
@@ -264,8 +271,8 @@ class Catalog:
 
         One that is not less deep is none: of blocks that name each other no order could let any go (E1).
         """
-        found = self.space[row].rows.get(BlockKey(self.parent[row]))
-        return found if found is not None and self.depth[found] < self.depth[row] else -1
+        found = self.space[row].rows.get(self.parent[row])
+        return found if found is not None and self.depth[found] < self.depth[row] else NO_PARENT
 
     def is_gone(self, row: int) -> bool:
         """No tier holds the block and none is about to."""

@@ -111,6 +111,13 @@ class Lease(Protocol):
         """xxh3-64 of each slice of page `index`; compare on your own copy, then use it (R3, R6)."""
         ...
 
+    def source(self, index: int) -> tuple[memoryview, int, tuple[int, ...]]:
+        """As `page` and `checksums` at once, with the address of the page in this process, for who copies it.
+
+        The address is good for as long as the view is kept.
+        """
+        ...
+
     def is_current(self, index: int) -> bool:
         """Whether page `index` is held, and the hold has lasted: to be asked after a read in place (R3)."""
         ...

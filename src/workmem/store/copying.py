@@ -42,6 +42,7 @@ _Run = tuple[int, int, list[_Span]]
 _FIRST_BYTE = ctypes.c_char.from_buffer
 """The quickest way to the address of memory that may be written to."""
 _BOUND_BYTES = 8
+_BYTE = np.dtype(np.uint8)
 
 
 class PageCopy:
@@ -52,6 +53,7 @@ class PageCopy:
 
     def __init__(self, layout: KVLayout) -> None:
         self._page_bytes = layout.page_bytes
+        self._shape = (layout.page_bytes,)
         self._spans = spans = [layout.slice_span(index) for index in range(layout.slice_count)]
         self._runs = _runs(spans)
         self._count = len(spans)
@@ -69,7 +71,8 @@ class PageCopy:
         IntegrityError where the copy is not what was stored: the block has left service then, and `into` holds
         nothing of use.
         """
-        wanted, page, target = lease.checksums(index), lease.page(index), self._bytes_of(into)
+        page, page_at, wanted = lease.source(index)
+        target = self._bytes_of(into)
         if page.nbytes != self._page_bytes or len(wanted) != self._count:
             raise InvariantError(
                 f"a page of {page.nbytes} bytes in {len(wanted)} slices is read by the layout of one of "
@@ -78,7 +81,7 @@ class PageCopy:
         if self._native is None:
             found = _copied(self._runs, np.frombuffer(page, dtype=np.uint8), target)
         else:
-            found = self._native_copied(_address(page), target.data)
+            found = self._native_copied(page_at, target.data)
         if found != wanted:
             lease.quarantine(index)
             raise IntegrityError(
@@ -123,7 +126,7 @@ class PageCopy:
 
     def _bytes_of(self, memory: Bytes) -> NDArray[np.uint8]:
         found = memory if isinstance(memory, np.ndarray) else np.frombuffer(memory, dtype=np.uint8)
-        if found.shape != (self._page_bytes,) or found.dtype != np.uint8 or not found.flags.c_contiguous:
+        if found.shape != self._shape or found.dtype != _BYTE or not found.flags.c_contiguous:
             raise InvariantError(
                 f"a page is {self._page_bytes} contiguous bytes, not {found.dtype}{list(found.shape)}"
             )

@@ -53,6 +53,7 @@ _NEXT: dict[FrameState, frozenset[FrameState]] = {
     FrameState.QUARANTINED: frozenset({FrameState.FREE}),
 }
 _UNPINNED = frozenset({FrameState.EVICTING, FrameState.FREE})
+_RESIDENT, _FILLING = FrameState.RESIDENT, FrameState.FILLING
 
 
 class Frame:
@@ -141,6 +142,8 @@ class FrameTable:
 
     def reserve(self, frame_bytes: int) -> Frame | None:
         """FREE -> RESERVED, or None when neither a frame of this size nor a vacant slab is left."""
+        if self._vacant < self._spans.get(frame_bytes, 0) and not self._open.get(frame_bytes):
+            return None  # As it mostly is once an arena is full, and this is asked for every page.
         slab = self._slab_with_room(frame_bytes)
         if slab is None:
             return None
@@ -154,13 +157,13 @@ class FrameTable:
 
     def move(self, frame: Frame, state: FrameState) -> None:
         """Change state and ledger together. Raises InvariantError on a step the machine lacks."""
-        before, ledger = frame.state, self.ledger
+        before, ledger, size = frame.state, self.ledger, frame.size
         if state not in _NEXT[before]:
             raise InvariantError(f"frame at {frame.offset}: {before.value} -> {state.value} is no legal step")
         if frame.pins and state in _UNPINNED:
             raise InvariantError(f"frame at {frame.offset}: {state.value} with {frame.pins} pins (R3)")
-        ledger[before] -= frame.size
-        ledger[state] += frame.size
+        ledger[before] -= size
+        ledger[state] += size
         frame.state = state
 
     def free(self, frame: Frame) -> None:
@@ -180,13 +183,18 @@ class FrameTable:
             self._give_back(slab, frame.size)
 
     def reuse(self, frame: Frame) -> Frame:
-        """EVICTING -> FREE -> RESERVED in one go: a victim's place for a page of its size (R5)."""
-        self.move(frame, FrameState.FREE)
-        self._generation += 1
-        frame.generation = self._generation
-        frame.owner = NO_OWNER
+        """RESIDENT -> EVICTING -> FREE -> RESERVED -> FILLING: a victim's place for a page of its size (R5).
+
+        All in one go: once an arena is full every page that comes in does this, and nobody could see the steps between.
+        """
+        if frame.state is not _RESIDENT or frame.pins:
+            self.move(frame, FrameState.EVICTING)  # Says what is wrong.
+        ledger, size = self.ledger, frame.size
+        ledger[_RESIDENT] -= size
+        ledger[_FILLING] += size
         self._frees += 1
-        self.move(frame, FrameState.RESERVED)
+        self._generation = generation = self._generation + 1
+        frame.state, frame.generation, frame.owner = _FILLING, generation, NO_OWNER
         return frame
 
     def cheapest_window(self, frame_bytes: int) -> list[Slab] | None:

@@ -21,11 +21,8 @@ class PageLease:
     """See `store.contract.Lease`. Made by `LeaseTable.lease`; its fields are the table's, under its lock."""
 
     __slots__ = (
-        "_header_bytes",
         "_keys",
-        "_layout",
-        "_sums",
-        "_sums_at",
+        "_space",
         "_table",
         "callbacks",
         "deadline",
@@ -45,9 +42,7 @@ class PageLease:
         self, table: LeaseTable, space: Space, keys: tuple[BlockKey, ...], owner: str, deadline: float
     ) -> None:
         self._table = table
-        self._layout = space.layout
-        self._header_bytes = space.header_bytes
-        self._sums, self._sums_at = space.sums, space.sums_at
+        self._space = space
         self._keys = keys
         self.owner = owner
         self.deadline = deadline
@@ -71,7 +66,7 @@ class PageLease:
     @property
     def layout(self) -> KVLayout:
         """See `Lease.layout`."""
-        return self._layout
+        return self._space.layout
 
     @property
     def keys(self) -> tuple[BlockKey, ...]:
@@ -95,22 +90,30 @@ class PageLease:
 
     def page(self, index: int) -> memoryview:
         """See `Lease.page`. Copies nothing."""
-        frame = self._frame(index)
-        return self._table.readable(frame.offset + self._header_bytes, self._layout.page_bytes)
+        space = self._space
+        return self._table.arena.readable(self._frame(index).offset + space.header_bytes, space.page_bytes)
 
     def page_address(self, index: int) -> int:
         """Address of page `index` in this process, for native readers. Valid while the lease holds."""
-        return self._table.address(self._frame(index).offset + self._header_bytes)
+        return self._table.arena.base_address + self._frame(index).offset + self._space.header_bytes
 
     def checksums(self, index: int) -> tuple[int, ...]:
         """See `Lease.checksums`. As the page's header states them."""
-        with self._header(index) as header:
-            return self._sums.unpack_from(header, self._sums_at)
+        space = self._space
+        return space.sums.unpack_from(self._table.arena.memory, self._frame(index).offset + space.sums_at)
+
+    def source(self, index: int) -> tuple[memoryview, int, tuple[int, ...]]:
+        """See `Lease.source`."""
+        offset, space, arena = self._frame(index).offset, self._space, self._table.arena
+        sums = space.sums.unpack_from(arena.memory, offset + space.sums_at)
+        start = offset + space.header_bytes
+        return arena.readable(start, space.page_bytes), arena.base_address + start, sums
 
     def tokens(self, index: int) -> tuple[int, ...]:
         """Token ids of block `index` as its header states them."""
-        with self._header(index) as header:
-            return tokens_of(header, self._layout)
+        space = self._space
+        with self._table.arena.readable(self._frame(index).offset, space.header_bytes) as header:
+            return tokens_of(header, space.layout)
 
     def is_current(self, index: int) -> bool:
         """See `Lease.is_current`."""
@@ -130,9 +133,6 @@ class PageLease:
             raise LeaseError(f"lease of {len(self._keys)} pages by {self.owner!r} was released twice")
         self.released = True
         self._table.release(self)
-
-    def _header(self, index: int) -> memoryview:
-        return self._table.readable(self._frame(index).offset, self._header_bytes)
 
     def _frame(self, index: int) -> Frame:
         if self.ended or self.released:

@@ -33,17 +33,11 @@ class LeaseTable:
         self._deadlines: list[tuple[float, int, PageLease]] = []
         self._lease_count = 0
         self._active_count = 0
+        self.arena = state.arena
+        """For a lease that has checked its hold."""
         state.reclaim = self._expire
         self.extent_of: Callable[[int], Extent] | None = None
         """Where on ssd a row's page lies; set by the ssd index."""
-
-    def readable(self, offset: int, size: int) -> memoryview:
-        """Bytes of the arena, for a lease that has checked its hold."""
-        return self._state.arena.readable(offset, size)
-
-    def address(self, offset: int) -> int:
-        """Address of a place in the arena, for a lease that has checked its hold."""
-        return self._state.arena.base_address + offset
 
     def lease(
         self, space: Space, keys: Sequence[BlockKey], owner: str, ttl_s: float
@@ -54,7 +48,8 @@ class LeaseTable:
         state = self._state
         with state.outbox:
             deadlines = self._deadlines
-            if deadlines and (deadlines[0][0] <= now or deadlines[0][2].ended):
+            # Those that were given back in time stay until there are many (`_tidy_deadlines`).
+            if deadlines and deadlines[0][0] <= now:
                 self._expire()
             # What is here is pinned first, so that making room for the rest cannot evict it.
             awaited = self._pin_prefix(space, lease)
@@ -198,13 +193,12 @@ class LeaseTable:
             promotion = catalog.promotion.get(row)
             if promotion is None:
                 ghost = state.ghosts.find(catalog.key[row])
-                size, group = space.frame_bytes, state.group(space, catalog.workflow[row])
-                frame = state.reserve(size, group) or state.reserve_unwritten(size, group)
+                group = state.group(space, catalog.workflow[row])
+                frame = state.reserve(space, group) or state.reserve_unwritten(space, group)
                 if frame is None:
                     self._undo_lease(lease, started)
                     raise self._no_room(lease)
                 state.missed(catalog.key[row], ghost, group)
-                state.start_filling(frame, space)
                 frame.pins = 1
                 assert self.extent_of is not None
                 extent = self.extent_of(row)

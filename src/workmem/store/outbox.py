@@ -12,12 +12,33 @@ from workmem.core.events import Event, EventSink, discard
 log = logging.getLogger(__name__)
 
 
+class _Changed(threading.Condition):
+    """A condition that is told of every page that comes or goes, and mostly nobody waits for."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        super().__init__(lock)
+        self._waiting = 0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """See `Condition.wait`. The lock is held."""
+        self._waiting += 1
+        try:
+            return super().wait(timeout)
+        finally:
+            self._waiting -= 1
+
+    def notify_all(self) -> None:
+        """See `Condition.notify_all`. The lock is held."""
+        if self._waiting:
+            super().notify_all()
+
+
 class Outbox:
     """The pool's lock, and what is to be told once it is open again."""
 
     def __init__(self, sink: EventSink) -> None:
         self.lock = threading.Lock()
-        self.changed = threading.Condition(self.lock)
+        self.changed = _Changed(self.lock)
         """Notified when a frame or a place in the write queue may have come free."""
         self.is_heard = sink is not discard
         """False where nobody listens: what is told once per page need not be made then."""

@@ -29,6 +29,7 @@ from workmem.store.residents import Residents
 if TYPE_CHECKING:
     from workmem.store.tiers.segments import Extent
 
+_STORED, _EVICTED = SaveState.STORED, MissReason.EVICTED
 _PURGE_STEP = 32
 """Blocks taken out under one hold of the lock."""
 _PURGE_STEP_BYTES = 16 * 2**20
@@ -256,23 +257,28 @@ class Pool:
 
     def _begin(self, space: Space, block: BlockId, workflow: str = "") -> Frame | SaveState | None:
         """A FILLING frame, or how the save ends; None when there is no room."""
-        state = self.state
-        if space.is_purged or (block.key in space.rows and self._collides(space, block)):
-            state.counts["saves_dropped"] += 1
-            return SaveState.DROPPED
-        if self._holds(space, block):
-            return SaveState.ALREADY_THERE
+        state, key = self.state, block.key
+        if key in space.rows or key in space.filling or space.is_purged:
+            ended = self._ended_at_once(space, block)
+            if ended is not None:
+                return ended
         # Looked up before room is made, or the ghosts would be one block further than they are.
-        ghost = state.ghosts.find(block.key)
+        ghost = state.ghosts.find(key)
         number = state.catalog.workflow_number(workflow) if workflow else 0
-        group = state.group(space, number)
-        frame = state.reserve(space.frame_bytes, group)
+        group = state.group(space, number) if state.shares is not None else ""
+        frame = state.reserve(space, group)
         if frame is None:
             return None
-        state.missed(block.key, ghost, group)
-        state.start_filling(frame, space)
-        space.filling[block.key] = number
+        state.missed(key, ghost, group)
+        space.filling[key] = number
         return frame
+
+    def _ended_at_once(self, space: Space, block: BlockId) -> SaveState | None:
+        """How a save ends whose block is here, or whose namespace is gone; None where it goes on."""
+        if space.is_purged or (block.key in space.rows and self._collides(space, block)):
+            self.state.counts["saves_dropped"] += 1
+            return SaveState.DROPPED
+        return SaveState.ALREADY_THERE if self._holds(space, block) else None
 
     def _abort(self, space: Space, block: BlockId, frame: Frame) -> None:
         space.filling.pop(block.key, None)
@@ -280,11 +286,11 @@ class Pool:
         self.state.counts["saves_dropped"] += 1
 
     def _commit(self, space: Space, block: BlockId, frame: Frame) -> SaveState:
-        state, key = self.state, block.key
+        state, key, counts = self.state, block.key, self.state.counts
         workflow = space.filling.pop(key, 0)
         if space.is_purged:
             state.wipe(frame)
-            state.counts["saves_dropped"] += 1
+            counts["saves_dropped"] += 1
             return SaveState.DROPPED
         catalog = state.catalog
         row = space.rows.get(key)
@@ -293,13 +299,13 @@ class Pool:
         elif catalog.frame[row] is not None or row in catalog.promotion:
             state.give_back(frame)
             return SaveState.ALREADY_THERE
-        is_back = space.ghosts.pop(key, None) is MissReason.EVICTED
+        is_back = space.ghosts.pop(key, None) is _EVICTED
         state.admit(row, frame, is_back=is_back)
-        state.counts["saves"] += 1
-        state.counts["saved_bytes"] += space.page_bytes
+        counts["saves"] += 1
+        counts["saved_bytes"] += space.page_bytes
         if state.wants_writes and catalog.segment[row] == NO_SEGMENT:
             state.queue_write(row, is_back=is_back)
-        return SaveState.STORED
+        return _STORED
 
     def _open_space(self, namespace: Namespace, number: int | None) -> Space:
         self._numbers = max(self._numbers + 1, number or 0)

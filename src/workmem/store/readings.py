@@ -51,7 +51,7 @@ def readings(pool: Pool, below: Below, queued: int) -> dict[str, float]:
         "store_life_groups": state.care.group_count,
     }
     found |= ghost_gauges(TierName.DRAM, state.ghosts) | order_gauges(TierName.DRAM, state)
-    found |= {f"store_{name}_total": state.counts[name] for name in _COUNTERS}
+    found |= {f"store_{name}_total": state.counts.get(name, 0) for name in _COUNTERS}
     index = below.opening.index
     if index is not None:
         found |= _of_ssd(below, index) if below.opening.is_ssd else _of_attached(below, index)

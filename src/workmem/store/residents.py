@@ -6,7 +6,7 @@ are in docs/internals/buffer-rules.md.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -26,6 +26,9 @@ from workmem.store.frames import NO_OWNER, Frame, FrameState, FrameTable
 from workmem.store.outbox import Outbox
 from workmem.store.shares import TierShares, note_missed
 from workmem.store.tiers.page_header import GENERATION_BYTES, blank, tokens_of
+
+_RESIDENT, _EVICTED = FrameState.RESIDENT, MissReason.EVICTED
+"""Named here: a member of an enum takes longer to find than all else that is done with it, and these are needed per page."""
 
 
 class Residents:
@@ -49,7 +52,7 @@ class Residents:
         self.spaces: dict[bytes, Space] = {}
         self.leaving: dict[int, Space] = {}
         """Purged namespaces whose pages are still being given up, by number."""
-        self.counts: Counter[str] = Counter()
+        self.counts: defaultdict[str, int] = defaultdict(int)
         self.unwritten: deque[tuple[int, int]] = deque()
         """Row and stamp of blocks on their way to ssd, oldest first; an entry that `owes_write` denies is stale."""
         self.writes_in_flight = 0
@@ -77,39 +80,47 @@ class Residents:
 
     # -- frames
 
-    def reserve(self, size: int, group: str = "") -> Frame | None:
-        """A RESERVED frame of `size` bytes for `group`, evicting what may go.
+    def reserve(self, space: Space, group: str = "") -> Frame | None:
+        """A FILLING frame for a page of `space`, for `group`, evicting what may go.
 
-        None when all that is left is held (R4), or is kept from the group by a quota (Q1, Q2).
+        Its header says neither what was nor what will be there (R2). None when all that is left is held (R4), or is
+        kept from the group by a quota (Q1, Q2).
         """
-        if self.shares is not None and not self.shares.ledger.admits(group, size):
+        frames, shares, size = self.frames, self.shares, space.frame_bytes
+        if shares is not None and not shares.ledger.admits(group, size):
             return None
         while True:
-            if self.shares is None or not self.shares.ledger.is_over(group, size):
-                frame = self.frames.reserve(size)
+            if shares is None or not shares.ledger.is_over(group, size):
+                frame = frames.reserve(size)
                 if frame is not None:
-                    self._charges.take(self.shares, frame, group)
+                    self._charges.take(shares, frame, group)
+                    self.start_filling(frame, space)
                     return frame
-            row = self._victim(group, size)
-            if row == NO_ROW and self.reclaim():
-                continue
+            if shares is None:
+                row = self.order.pick(self._is_held)
+            else:
+                row = shares.victim(group, size, self._is_held, self._bytes_of)
             if row == NO_ROW:
+                if self.reclaim():
+                    continue
                 return None
             victim = self._evict(row)
-            if self.shares is None and victim.size == size and victim.slab.used > 1:
-                # An empty slab goes back first: it may be kept for another size.
-                return self.frames.reuse(victim)
             same_size = victim.size == size
-            self.frames.free(victim)
-            if self.shares is None or not same_size:
+            if same_size and shares is None and victim.slab.used > 1:
+                # An empty slab goes back first: it may be kept for another size.
+                frames.reuse(victim)
+                blank(self.arena.memory, victim.offset, space.header_bytes, victim.generation)
+                return victim
+            self._vacate(victim)
+            if shares is None or not same_size:
                 self._close_ranks(size)
 
-    def _victim(self, group: str, size: int) -> int:
-        if self.shares is None:
-            return self.order.pick(self._is_held)
-        return self.shares.victim(group, size, self._is_held, self._bytes_of)
+    def _vacate(self, frame: Frame) -> None:
+        """Free the frame of a block that was evicted."""
+        self.frames.move(frame, FrameState.EVICTING)
+        self.frames.free(frame)
 
-    def reserve_unwritten(self, size: int, group: str = "") -> Frame | None:
+    def reserve_unwritten(self, space: Space, group: str = "") -> Frame | None:
         """A request that waits now is worth more than a copy on ssd: give up the newest unwritten pages."""
         while self.unwritten:
             row, stamp = self.unwritten.pop()
@@ -119,7 +130,7 @@ class Residents:
                 continue
             self.write_ended(row, stamp)
             self.counts["writes_given_up"] += 1
-            frame = self.reserve(size, group)
+            frame = self.reserve(space, group)
             if frame is not None:
                 detail = "pages left dram for a request before ssd had them"
                 self.outbox.tell(BoundReached(name="store.ssd.unwritten", limit=0, detail=detail))
@@ -129,8 +140,7 @@ class Residents:
     def start_filling(self, frame: Frame, space: Space) -> None:
         """RESERVED -> FILLING: from now on the header says neither what was nor what will be there (R2)."""
         self.frames.move(frame, FrameState.FILLING)
-        with self.arena.writable(frame.offset, space.header_bytes) as header:
-            blank(header, frame.generation)
+        blank(self.arena.memory, frame.offset, space.header_bytes, frame.generation)
 
     def wipe(self, frame: Frame) -> None:
         """Free a frame whose page may be of a purged namespace, or of nobody: nothing of it stays (R9)."""
@@ -154,7 +164,10 @@ class Residents:
 
     def missed(self, key: BlockKey, ghost: Ghost | None, group: str) -> None:
         """A frame was taken for a block that was not here, see `note_missed`."""
-        note_missed(self.ghosts, ghost, key, self.order, group)
+        if ghost is None:
+            self.ghosts.misses += 1
+        else:
+            note_missed(self.ghosts, ghost, key, self.order, group)
 
     def _bytes_of(self, row: int) -> int:
         frame = self.catalog.frame[row]
@@ -171,7 +184,7 @@ class Residents:
             row = shares.order.pick(self._is_held, group=group)
             if row == NO_ROW:
                 break
-            self.frames.free(self._evict(row))
+            self._vacate(self._evict(row))
 
     def _regroup(self, shares: TierShares) -> None:
         catalog = self.catalog
@@ -223,19 +236,22 @@ class Residents:
         self.counts["dram_moved_bytes"] += old.size
 
     def _is_held(self, row: int) -> bool:
-        frame = self.catalog.frame[row]
+        catalog = self.catalog
+        frame = catalog.frame[row]
         assert frame is not None
-        return frame.pins > 0 or bool(self.catalog.is_unwritten[row])
+        return frame.pins > 0 or catalog.is_unwritten[row] > 0
 
     def _evict(self, row: int) -> Frame:
-        """Take a victim's page out of service. Its frame is EVICTING: to be freed or reused."""
-        key, was_used = self.catalog.key[row], self.order.was_used(row)
-        frame = self._detach(row, FrameState.EVICTING)
+        """Take a victim's page out of service. Its frame is to be vacated or reused."""
+        catalog = self.catalog
+        key, was_used = catalog.key[row], self.order.was_used(row)
+        frame = self._detach(row)
         self.ghosts.left(key, frame.size, was_used=was_used)
         self.counts["dram_evictions"] += 1
         if self.outbox.is_heard:
             self.outbox.tell(BlockEvicted(tier=TierName.DRAM, key=key[:8].hex(), reason="room"))
-        self.forget_if_gone(row, MissReason.EVICTED)
+        if catalog.is_gone(row):
+            self._forget(row, _EVICTED)
         if self._bereft:
             self._follow()
         return frame
@@ -246,7 +262,7 @@ class Residents:
         self.advise(rest, prospect=Prospect.DONE)
         for row in rest:
             if self.is_in_order(row) and self.order.is_leaf(row) and not self._is_held(row):
-                self.frames.free(self._evict(row))
+                self._vacate(self._evict(row))
 
     # -- blocks
 
@@ -268,7 +284,7 @@ class Residents:
     def admit(self, row: int, frame: Frame, *, is_back: bool = False) -> None:
         """The page is in its frame, header and all: make it visible (R2). `is_back`: it was evicted before."""
         catalog = self.catalog
-        self.frames.move(frame, FrameState.RESIDENT)
+        self.frames.move(frame, _RESIDENT)
         frame.owner = row
         parent = catalog.parent_row(row)
         if parent in catalog.promotion or parent in self._is_late:
@@ -302,16 +318,18 @@ class Residents:
                     ready.append(child)
 
     def _enter_order(self, row: int, parent: int, frame: Frame, *, is_back: bool = False) -> None:
-        is_there = parent != NO_ROW and self.catalog.frame[parent] is not None and parent not in self._is_late
+        catalog = self.catalog
+        if parent != NO_ROW and (catalog.frame[parent] is None or parent in self._is_late):
+            parent = NO_ROW
         if self.shares is None:
-            self.order.insert(row, parent if is_there else NO_ROW, frame.size, is_back=is_back)
+            self.order.insert(row, parent, frame.size, is_back=is_back)
         else:
             self.refund(frame)
             self._charges.take(self.shares, frame, self.shares.group_of(row))
-            self.shares.insert(row, parent if is_there else NO_ROW, frame.size, is_back=is_back)
+            self.shares.insert(row, parent, frame.size, is_back=is_back)
         if self.care.is_used:
             self.care.entered(row, TierName.DRAM, self.order)
-        if self.catalog.segment[row] != NO_SEGMENT:
+        if catalog.segment[row] != NO_SEGMENT:
             self.order.advise((row,), loss=Loss.RELOAD)
 
     def _tell_order(self, row: int) -> None:
@@ -321,10 +339,12 @@ class Residents:
         if self.care.is_used and self.care.is_pinned(row):
             self.order.advise((row,), prospect=Prospect.PINNED)
 
-    def _detach(self, row: int, state: FrameState) -> Frame:
-        frame = self.catalog.frame[row]
+    def _detach(self, row: int) -> Frame:
+        """A block leaves dram: its frame, still RESIDENT, is nobody's."""
+        frames = self.catalog.frame
+        frame = frames[row]
         assert frame is not None
-        self.catalog.frame[row] = None
+        frames[row] = None
         if row in self._is_late:
             self._is_late.discard(row)
         else:
@@ -333,8 +353,8 @@ class Residents:
                 self._bereft += self.care.left(row, TierName.DRAM)
         if self._late:
             self.settle_late(row)
-        self.refund(frame)
-        self.frames.move(frame, state)
+        if self.shares is not None:
+            self.refund(frame)
         return frame
 
     def quarantine(self, row: int, tier: TierName, reason: MissReason) -> None:
@@ -348,7 +368,8 @@ class Residents:
         """No copy of the block may be served any more. A promotion under way finds out when it arrives."""
         catalog = self.catalog
         if catalog.frame[row] is not None:
-            frame = self._detach(row, FrameState.QUARANTINED)
+            frame = self._detach(row)
+            self.frames.move(frame, FrameState.QUARANTINED)
             if frame.pins == 0:
                 self.wipe(frame)
         if catalog.segment[row] != NO_SEGMENT:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+
+import msgspec
 
 from workmem.core.events import BoundReached, EventSink
 from workmem.store.catalog import Space
 from workmem.store.contract import BlockId, SaveState
 from workmem.store.frames import Frame
 from workmem.store.pool import Pool
-from workmem.store.tiers.page_header import PageHeader, pack
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ Write = Callable[[memoryview], tuple[int, ...]]
 """Fills the payload of a page; returns the checksum of each slice."""
 
 
-class NewPage(NamedTuple):
+class NewPage(msgspec.Struct, frozen=True):
     """A page to be saved."""
 
     block: BlockId
@@ -77,8 +77,7 @@ def write_page(space: Space, page: NewPage, whole: memoryview) -> None:
         # The rest of the frame goes to disk along with the page: nothing of a former page may.
         whole[end:] = bytes(space.frame_bytes - end)
     block = page.block
-    header = PageHeader(space.root, block.key, block.parent, block.depth, block.tokens, checksums)
-    pack(header, space.layout, whole)
+    space.form.write(whole, space.root, block.key, block.parent, block.depth, block.tokens, checksums)
 
 
 def _fill_all(

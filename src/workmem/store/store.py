@@ -153,7 +153,8 @@ class Store:
     def save(self, root: bytes, pages: Sequence[PageWrite]) -> None:
         """See `KVStore.save`. Raises InvariantError on a block that does not fit the namespace."""
         space = self._pool.space(root)
-        space.check(page.block for page in pages)
+        for page in pages:
+            space.check(page.block)
         self._saver.put(space, pages)
 
     def put(self, root: bytes, pages: Sequence[tuple[BlockId, Bytes]]) -> list[SaveState]:
@@ -166,12 +167,11 @@ class Store:
         """
         if self._closed:
             raise InvariantError("put on a closed store")
-        space = self._pool.space(root)
-        space.check(block for block, _ in pages)
-        copy = space.copy
-        return save_pages(
-            self._pool, self._sink, space, [NewPage(block, copy.writing(source)) for block, source in pages]
-        )
+        space, new = self._pool.space(root), list[NewPage]()
+        for block, source in pages:
+            space.check(block)
+            new.append(NewPage(block, space.copy.writing(source)))
+        return save_pages(self._pool, self._sink, space, new)
 
     def purge(self, chosen: Callable[[Namespace], bool]) -> Purged:
         """Take out every namespace that `chosen` accepts: a tenant, a model, an epoch.

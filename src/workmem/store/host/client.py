@@ -163,7 +163,8 @@ class HostStore(RemoteSteering):
     def save(self, root: bytes, pages: Sequence[PageWrite]) -> None:
         """See `KVStore.save`. Raises InvariantError on a block that does not fit the namespace."""
         space = self._space(root)
-        space.check(page.block for page in pages)
+        for page in pages:
+            space.check(page.block)
         self._saver.put(space, pages)
 
     def say(self, kind: Kind, head: Head, keys: Sequence[BlockKey] = (), *, root: bytes = b"") -> memoryview:

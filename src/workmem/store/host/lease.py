@@ -121,6 +121,12 @@ class HostLease:
         self._held(index)
         return stated
 
+    def source(self, index: int) -> tuple[memoryview, int, tuple[int, ...]]:
+        """See `Lease.source`."""
+        sums, page = self.checksums(index), self.page(index)
+        link, offset = self._held(index)
+        return page, link.arena.base_address + offset + self._header_bytes, sums
+
     def is_current(self, index: int) -> bool:
         """See `Lease.is_current`. Of all pages of the lease: what ends it early is that the server hangs up."""
         try:

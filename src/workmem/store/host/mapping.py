@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mmap
 
+import numpy as np
+
 from workmem.store.host.channel import Disconnected
 
 
@@ -18,6 +20,7 @@ class ArenaMapping:
             self._view = memoryview(mmap.mmap(fd, size, access=access))
         except (OSError, ValueError) as error:
             raise Disconnected(f"cannot map {size} bytes of the arena: {error}") from error
+        self.base_address: int = np.frombuffer(self._view, dtype=np.uint8).ctypes.data
 
     def at(self, offset: int, size: int) -> memoryview:
         """The bytes at `offset`, in place."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Sequence
 from functools import lru_cache
 
 import msgspec
@@ -22,11 +23,14 @@ from workmem.store.codecs.raw import RAW_ID
 MAGIC = b"WMPAGE\x00\x02"
 GENERATION_BYTES = 8
 _SUM = struct.Struct("<Q")
-_FIXED = struct.Struct("<8sQ32s32s32s32sQQIIIII4x")
+_START = struct.Struct("<8sQ")
+_FACTS = "<32s32s32s32sQQIIIII4x"
+_FIXED = struct.Struct(f"{_START.format}{_FACTS[1:]}")
 """magic, checksum, root, key, parent, layout digest, page bytes, stored bytes, depth, tokens, slices, header
 bytes, codec."""
 _SUMMED_FROM = 16
-_NOTHING = bytes(_SUMMED_FROM)
+_NOTHING = struct.Struct("<QQ")
+"""In place of magic and checksum."""
 _STORED, _STORED_AT = struct.Struct("<Q"), 152
 _CODEC, _CODEC_AT = struct.Struct("<I"), 176
 
@@ -51,24 +55,59 @@ def layout_digest(layout: KVLayout) -> bytes:
     return hashlib.sha256(msgspec.json.encode(layout, order="sorted")).digest()
 
 
-class _Form(msgspec.Struct, frozen=True):
+class HeaderForm:
     """What all headers of one layout have in common, worked out once: one is written for every page saved."""
 
-    body: struct.Struct
-    """Everything but the generation, zeros behind the checksums included."""
-    size: int
-    digest: bytes
-    page_bytes: int
-    slices: int
+    __slots__ = ("_counts", "_digest", "_facts", "_page_bytes", "_summed_to")
+
+    def __init__(self, layout: KVLayout) -> None:
+        size, slices = header_bytes(layout), layout.slice_count
+        values = f"{_FACTS}{layout.block_tokens}I{slices}Q"
+        self._summed_to = size - GENERATION_BYTES
+        self._facts = struct.Struct(f"{values}{self._summed_to - _SUMMED_FROM - struct.calcsize(values)}x")
+        """Everything but magic, checksum and generation, zeros behind the checksums included."""
+        self._digest = layout_digest(layout)
+        self._page_bytes = layout.page_bytes
+        self._counts = layout.block_tokens, slices, size
+
+    def write(
+        self,
+        into: memoryview,
+        root: bytes,
+        key: BlockKey,
+        parent: bytes,
+        depth: int,
+        tokens: Sequence[int],
+        checksums: Sequence[int],
+        codec: int = RAW_ID,
+        stored_bytes: int = 0,
+    ) -> int:
+        """See `pack`."""
+        # Put together where the processor has it at hand: `into` is memory that nobody has touched for long, and is
+        # written once, in one go, the magic last.
+        facts = self._facts.pack(
+            root,
+            key,
+            parent,
+            self._digest,
+            self._page_bytes,
+            stored_bytes or self._page_bytes,
+            depth,
+            *self._counts,
+            codec,
+            *tokens,
+            *checksums,
+        )
+        checksum = xxhash.xxh3_64_intdigest(facts)
+        into[_SUMMED_FROM : self._summed_to] = facts
+        _START.pack_into(into, 0, MAGIC, checksum)
+        return checksum
 
 
 @lru_cache(maxsize=64)
-def _form(layout: KVLayout) -> _Form:
-    size, slices = header_bytes(layout), layout.slice_count
-    values = f"{_FIXED.format}{layout.block_tokens}I{slices}Q"
-    zeros = size - GENERATION_BYTES - struct.calcsize(values)
-    body = struct.Struct(f"{values}{zeros}x")
-    return _Form(body, size, layout_digest(layout), layout.page_bytes, slices)
+def header_form(layout: KVLayout) -> HeaderForm:
+    """The form of a layout's headers."""
+    return HeaderForm(layout)
 
 
 @lru_cache(maxsize=64)
@@ -79,29 +118,17 @@ def header_bytes(layout: KVLayout) -> int:
 
 def pack(header: PageHeader, layout: KVLayout, into: memoryview) -> int:
     """Write `header` into the first `header_bytes(layout)` bytes, all but the generation. Returns its checksum."""
-    form = _form(layout)
-    form.body.pack_into(
+    return header_form(layout).write(
         into,
-        0,
-        MAGIC,
-        0,
         header.root,
         header.key,
         header.parent,
-        form.digest,
-        form.page_bytes,
-        header.stored_bytes or form.page_bytes,
         header.depth,
-        layout.block_tokens,
-        form.slices,
-        form.size,
+        header.tokens,
+        header.checksums,
         header.codec,
-        *header.tokens,
-        *header.checksums,
+        header.stored_bytes,
     )
-    checksum = xxhash.xxh3_64_intdigest(into[_SUMMED_FROM : form.size - GENERATION_BYTES])
-    _SUM.pack_into(into, 8, checksum)
-    return checksum
 
 
 def unpack(raw: memoryview, layout: KVLayout) -> tuple[PageHeader, int]:
@@ -192,10 +219,13 @@ def slice_sums(layout: KVLayout) -> tuple[struct.Struct, int]:
     return struct.Struct(f"<{layout.slice_count}Q"), _FIXED.size + 4 * layout.block_tokens
 
 
-def blank(raw: memoryview, generation: int) -> None:
-    """Before a frame is filled: nobody may take what lies there for the page that was or will be."""
-    raw[:_SUMMED_FROM] = _NOTHING
-    _SUM.pack_into(raw, len(raw) - GENERATION_BYTES, generation)
+def blank(memory: memoryview, at: int, size: int, generation: int) -> None:
+    """Before the frame at `at` is filled: nobody may take what lies there for the page that was or will be.
+
+    `size`: of its header.
+    """
+    _NOTHING.pack_into(memory, at, 0, 0)
+    _SUM.pack_into(memory, at + size - GENERATION_BYTES, generation)
 
 
 def set_generation(raw: memoryview, generation: int) -> None:

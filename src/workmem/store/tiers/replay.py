@@ -178,7 +178,7 @@ class Replay:
                 self._forget(space, key)
             self._close_space(space)
 
-    def _forget(self, space: Space, key: BlockKey) -> bool:
+    def _forget(self, space: Space, key: bytes) -> bool:
         row = space.rows.get(key)
         if row is None:
             return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from workmem.core.errors import InvariantError
-from workmem.store.frames import FrameState, FrameTable
+from workmem.store.frames import NO_OWNER, FrameState, FrameTable
 
 LEGAL = {
     ("free", "reserved"),
@@ -49,6 +49,24 @@ def test_pinned_frame_is_not_taken(target):
     frame.pins = 1
     with pytest.raises(InvariantError, match="R3"):
         table.move(frame, target)
+
+
+def test_a_victims_frame_goes_to_the_next_page_in_one_go_unless_it_may_not():
+    table: FrameTable = FrameTable(2**20)
+    frame = table.reserve(4096)
+    with pytest.raises(InvariantError, match="no legal step"):
+        table.reuse(frame)
+    table.move(frame, FrameState.FILLING)
+    table.move(frame, FrameState.RESIDENT)
+    frame.pins, frame.owner, generation = 1, 7, frame.generation
+    with pytest.raises(InvariantError, match="R3"):
+        table.reuse(frame)
+    assert frame.state is FrameState.RESIDENT
+    frame.pins = 0
+    assert table.reuse(frame) is frame
+    assert (frame.state, frame.owner) == (FrameState.FILLING, NO_OWNER)
+    assert frame.generation > generation
+    table.audit()
 
 
 def test_ledger_is_exact_and_empty_slabs_serve_other_sizes():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import msgspec
 import numpy as np
 import pytest
@@ -285,3 +287,42 @@ def test_an_interrupt_amid_a_put_leaves_no_frame_behind(kit, count):
         save_pages(store.pool, discard, space, [page(index) for index in range(count)])
     assert store.gauges()["store_dram_used_bytes"] == 0
     assert store.put(chain.root, given(chain)) == [SaveState.STORED] * count
+
+
+def test_a_page_costs_few_steps_beside_its_copy(kit):
+    """Counted in calls of Python functions, which no other load of the machine changes: time per page goes with them."""
+    layout = LAYOUTS[0]
+    store = kit.open(ssd=0, dram="4MiB")
+    copy, into = PageCopy(layout), np.zeros(layout.page_bytes, dtype=np.uint8)
+    chains = [Chain(namespace(), 64, seed=seed) for seed in range(12)]
+    for chain in chains:
+        store.register(chain.space)
+        store.put(chain.root, given(chain))
+    assert store.gauges()["store_dram_evictions_total"] > 0, "each further page has to make room"
+    calls = 0
+
+    def count(frame, event, _):
+        nonlocal calls
+        del frame
+        calls += event == "call"
+
+    def read(chain):
+        lease = store.lease(chain.root, chain.keys[:1], owner="t", ttl_s=10)
+        copy.read(lease, 0, into)
+        lease.release()
+
+    def counted(act):
+        nonlocal calls
+        calls = 0
+        sys.setprofile(count)
+        try:
+            act()
+        finally:
+            sys.setprofile(None)
+        return calls
+
+    new = Chain(namespace(), 64, seed=99)
+    pages = given(new)
+    assert counted(lambda: store.put(new.root, pages[:1])) <= 70, calls
+    assert counted(lambda: store.put(new.root, pages[1:])) <= 63 * 60, calls
+    assert counted(lambda: read(new)) <= 34, calls

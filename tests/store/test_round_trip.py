@@ -69,6 +69,7 @@ def test_page_is_in_place_read_only_and_carries_its_checksums(store):
     page = lease.page(1)
     assert page.readonly
     assert ctypes.string_at(lease.page_address(1), SLICED.page_bytes) == bytes(page)
+    assert lease.source(1) == (page, lease.page_address(1), lease.checksums(1))
     spans = [SLICED.slice_span(index) for index in range(SLICED.slice_count)]
     assert len(spans) == 3
     assert lease.checksums(1) == tuple(xxhash.xxh3_64_intdigest(page[a:b]) for a, b in spans)
@@ -84,7 +85,7 @@ def test_release_is_once_and_pages_are_out_of_reach_after(store):
     lease.release()
     with pytest.raises(LeaseError, match="released twice"):
         lease.release()
-    for use in (lease.page, lease.checksums, lease.page_address, lease.quarantine):
+    for use in (lease.page, lease.checksums, lease.page_address, lease.source, lease.quarantine):
         with pytest.raises(LeaseError, match="released"):
             use(0)
 

@@ -161,6 +161,7 @@ def main(folder: Path, seed: int, seconds: float) -> None:
             "bounds": bounds,
             "gauges": store.gauges(),
             "fragmented": statistics.median(fragmented) if fragmented else None,
+            "fragmented_max": max(fragmented, default=None),
         }
         print(json.dumps(report), flush=True)
 

@@ -33,11 +33,11 @@ class Charges:
         if charge is not None and shares is not None:
             shares.ledger.refund(*charge)
 
-    def move(self, old: Frame, new: Frame) -> None:
-        """A page went from one frame into another of the same size."""
-        charge = self._of.pop(old.offset, None)
+    def move(self, old: int, new: int) -> None:
+        """A page went from the frame at offset `old` to one of the same size at `new`."""
+        charge = self._of.pop(old, None)
         if charge is not None:
-            self._of[new.offset] = charge
+            self._of[new] = charge
 
     def regroup(self, shares: TierShares, catalog: Catalog, is_in_order: Callable[[int], bool]) -> None:
         """Groups have changed, and `shares` has charged the blocks of its order anew: charge all others as well."""

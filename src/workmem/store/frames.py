@@ -10,25 +10,9 @@ No lock here: only the pool calls this, under its own (R1).
 from __future__ import annotations
 
 from enum import StrEnum
-from heapq import nsmallest
-from itertools import accumulate
 
 from workmem.core.errors import InvariantError
-from workmem.store.arena import ALIGNMENT_BYTES
-
-SLAB_BYTES_MAX = 16 * 2**20
-_SLABS = 2048
-"""How finely an arena is cut: what a layout leaves free in its last slabs nobody else can use meanwhile."""
-_SLAB_BYTES_MIN = 64 * 2**10
-_SLABS_FEW = 32
-"""Of a small arena, which is then cut finer than that."""
-_TAIL_SHARE_MAX = 1 / 40
-"""Of a run of slabs, behind its last frame: those bytes are lost for as long as the run is there."""
-_RUNS_MIN = 32
-"""Runs of one size that an arena has room for at least, lest one layout take it in a few."""
-_WINDOWS_TRIED = 24
-_FREES_BETWEEN_TRIES = 16
-"""A search for a window that found none is not repeated after every single page that leaves."""
+from workmem.store.slab_sizes import slab_bytes_of, slabs_per_run
 
 NO_OWNER = -1
 
@@ -54,6 +38,7 @@ _NEXT: dict[FrameState, frozenset[FrameState]] = {
 }
 _UNPINNED = frozenset({FrameState.EVICTING, FrameState.FREE})
 _RESIDENT, _FILLING = FrameState.RESIDENT, FrameState.FILLING
+_AT_REST = frozenset({FrameState.RESIDENT, FrameState.FREE})
 
 
 class Frame:
@@ -100,23 +85,25 @@ class FrameTable:
     """All frames of an arena. `reserve` takes one, `free` gives it back, `move` checks every step."""
 
     def __init__(self, capacity_bytes: int) -> None:
-        self.slab_bytes = _slab_bytes(capacity_bytes)
+        self.slab_bytes = slab_bytes_of(capacity_bytes)
         self.slab_count = capacity_bytes // self.slab_bytes
         self.capacity_bytes = capacity_bytes
-        self._map: list[Slab | None] = [None] * self.slab_count
+        self.slabs: list[Slab | None] = [None] * self.slab_count
         """Who has each slab of the arena."""
-        self._vacant = self.slab_count
-        self._slabs: dict[int, dict[int, Slab]] = {}
-        self._open: dict[int, dict[int, Slab]] = {}
+        self.is_taken = bytearray(self.slab_count)
+        """The same in a form in which a run of vacant ones is found at once."""
+        self.vacant = self.slab_count
+        self.runs: dict[int, dict[int, Slab]] = {}
+        """By frame size, and there by the first slab of each run."""
+        self.open: dict[int, dict[int, Slab]] = {}
         """Of those, the ones with a FREE frame."""
+        self.loose_bytes: dict[int, int] = {}
+        """FREE frames inside slabs that are taken, by size."""
+        self.freed_bytes = 0
+        """Of all frames that were ever given back."""
         self._spans: dict[int, int] = {}
-        self._loose_bytes = 0
-        """FREE frames inside slabs that are taken."""
-        self._frees = 0
         self._kept = (0, 0, 0)
         """Frame size that slabs from the first to before the second number are kept for."""
-        self._next_try: dict[int, int] = {}
-        """By frame size: how many frees there must have been before a window is looked for again."""
         self.ledger: dict[FrameState, int] = dict.fromkeys(FrameState, 0)
         self.ledger[FrameState.FREE] = capacity_bytes
         self.reached_bytes = 0
@@ -133,11 +120,11 @@ class FrameTable:
     @property
     def fragmented_bytes(self) -> int:
         """Bytes without a page that no other size can have: FREE frames of slabs in use, and what is behind frames."""
-        return self.ledger[FrameState.FREE] - self._vacant * self.slab_bytes
+        return self.ledger[FrameState.FREE] - self.vacant * self.slab_bytes
 
     def holdable_bytes(self, frame_bytes: int) -> int:
         """Bytes of frames of this size that an empty arena offers."""
-        span = self._span(frame_bytes)
+        span = self.span(frame_bytes)
         return self.slab_count // span * (span * self.slab_bytes // frame_bytes) * frame_bytes
 
     def reserve(self, frame_bytes: int) -> Frame | None:
@@ -149,8 +136,8 @@ class FrameTable:
             return None
         frame = slab.free.pop()
         if not slab.free:
-            del self._open[frame_bytes][slab.first]
-        self._loose_bytes -= frame_bytes
+            del self.open[frame_bytes][slab.first]
+        self.loose_bytes[frame_bytes] -= frame_bytes
         self.in_use += 1
         self.move(frame, FrameState.RESERVED)
         return frame
@@ -176,9 +163,9 @@ class FrameTable:
         self.in_use -= 1
         slab = frame.slab
         slab.free.append(frame)
-        self._open[frame.size].setdefault(slab.first, slab)
-        self._loose_bytes += frame.size
-        self._frees += 1
+        self.open[frame.size].setdefault(slab.first, slab)
+        self.loose_bytes[frame.size] += frame.size
+        self.freed_bytes += frame.size
         if slab.used == 0:
             self._give_back(slab, frame.size)
 
@@ -192,38 +179,57 @@ class FrameTable:
         ledger, size = self.ledger, frame.size
         ledger[_RESIDENT] -= size
         ledger[_FILLING] += size
-        self._frees += 1
+        self.freed_bytes += size
         self._generation = generation = self._generation + 1
         frame.state, frame.generation, frame.owner = _FILLING, generation, NO_OWNER
         return frame
 
-    def cheapest_window(self, frame_bytes: int) -> list[Slab] | None:
-        """The slabs to empty so that a frame of this size fits, those with the fewest bytes to move.
+    def may_reuse(self, frame: Frame) -> bool:
+        """Whether a victim's place may go to a page of its size at once: its slab would not come free otherwise.
 
-        Only slabs whose pages can all move: unheld, resident, and with room for their size elsewhere.
-        None when there is no such run yet. Until the frame is reserved, the run is kept from other sizes.
+        An empty slab goes back first, for it may be wanted by another size, unless there is none.
         """
-        span = self._span(frame_bytes)
-        self._kept = (frame_bytes, 0, 0)
-        room = self._loose_bytes + self._vacant * self.slab_bytes
-        if room < span * self.slab_bytes or self._frees < self._next_try.get(frame_bytes, 0):
-            return None
-        for first in self._cheap_starts(span):
-            window = list(
-                {slab.first: slab for slab in self._map[first : first + span] if slab is not None}.values()
-            )
-            vacant = self._vacant - self._map[first : first + span].count(None)
-            if self._can_empty(window, vacant, frame_bytes):
-                self._kept = (frame_bytes, first, first + span)
-                return window
-        self._next_try[frame_bytes] = self._frees + _FREES_BETWEEN_TRIES
-        return None
+        return frame.slab.used > 1 or len(self.runs) == 1
+
+    def has_room(self, frame_bytes: int) -> bool:
+        """Whether `reserve` would find a frame of this size."""
+        if any(not slab.is_closing for slab in self.open.get(frame_bytes, {}).values()):
+            return True
+        return self._vacant_run(self.span(frame_bytes), frame_bytes) is not None
+
+    def shift(self, slab: Slab, first: int) -> None:
+        """Let a run begin at `first`, below where it does, with its frames. Between lie vacant slabs only.
+
+        No page of it may be held (R3): the caller copies the bytes. Each frame has a new generation.
+        """
+        size, down = slab.frames[0].size, (slab.first - first) * self.slab_bytes
+        is_open = self.open[size].pop(slab.first, None) is not None
+        del self.runs[size][slab.first]
+        for there, who in ((slab.first, None), (first, slab)):
+            self.slabs[there : there + slab.span] = [who] * slab.span
+            self.is_taken[there : there + slab.span] = bytes((who is not None,)) * slab.span
+        slab.first = first
+        self.runs[size][first] = slab
+        if is_open:
+            self.open[size][first] = slab
+        for frame in slab.frames:
+            if frame.pins or frame.state not in _AT_REST:
+                raise InvariantError(
+                    f"frame at {frame.offset}: {frame.state} with {frame.pins} pins, cannot move"
+                )
+            self._generation += 1
+            frame.generation = self._generation
+            frame.offset -= down
+
+    def keep(self, frame_bytes: int, first: int, end: int) -> None:
+        """Slabs from `first` to before `end` are for frames of this size, until one is reserved or others are kept."""
+        self._kept = (frame_bytes, first, end)
 
     def audit(self) -> None:
         """Recount every frame. Raises InvariantError unless the ledger is exact to the byte."""
         count = dict.fromkeys(FrameState, 0)
         in_use = 0
-        for slabs in self._slabs.values():
+        for slabs in self.runs.values():
             for slab in slabs.values():
                 for frame in slab.frames:
                     count[frame.state] += frame.size
@@ -234,107 +240,69 @@ class FrameTable:
             raise InvariantError(
                 f"ledger {self.ledger} with {self.in_use} frames, counted {count} with {in_use}"
             )
-        loose = sum(len(slab.free) * size for size, slabs in self._slabs.items() for slab in slabs.values())
-        is_open = {
-            size: {first for first, slab in slabs.items() if slab.free} for size, slabs in self._slabs.items()
+        self._audit_slabs()
+
+    def _audit_slabs(self) -> None:
+        loose = {
+            size: sum(len(slab.free) for slab in slabs.values()) * size for size, slabs in self.runs.items()
         }
-        stated = {size: set(self._open.get(size, ())) for size in self._slabs}
-        vacant = self._map.count(None)
-        if (loose, vacant) != (self._loose_bytes, self._vacant) or is_open != stated:
-            raise InvariantError(
-                f"{self._loose_bytes} bytes loose and {self._vacant} slabs vacant, counted {loose} and {vacant}"
-            )
+        stated = {size: loose for size, loose in self.loose_bytes.items() if loose or size in self.runs}
+        if loose != stated:
+            raise InvariantError(f"{stated} bytes loose by frame size, counted {loose}")
+        is_open = {
+            size: {first for first, slab in slabs.items() if slab.free} for size, slabs in self.runs.items()
+        }
+        if is_open != {size: set(self.open[size]) for size in self.runs}:
+            raise InvariantError("a slab with a free frame is not open, or one without is")
+        taken = bytearray(slab is not None for slab in self.slabs)
+        if taken != self.is_taken or taken.count(0) != self.vacant:
+            raise InvariantError(f"{self.vacant} slabs vacant, counted {taken.count(0)}")
 
-    def _can_empty(self, window: list[Slab], vacant: int, frame_bytes: int) -> bool:
-        """Whether all pages of `window` can move, to frames that are free or into `vacant` slabs elsewhere."""
-        need: dict[int, int] = {}
-        for slab in window:
-            size = slab.frames[0].size
-            if size == frame_bytes:
-                return False
-            for frame in slab.frames:
-                if frame.state is FrameState.FREE:
-                    continue
-                if frame.pins or frame.state is not FrameState.RESIDENT:
-                    return False
-            need[size] = need.get(size, 0) + slab.used
-        inside = {slab.first for slab in window}
-        for size, count in need.items():
-            outside = (slab for slab in self._open.get(size, {}).values() if slab.first not in inside)
-            missing = count - sum(len(slab.free) for slab in outside)
-            if missing > 0:
-                span = self._span(size)
-                vacant -= -(-missing // (span * self.slab_bytes // size))
-                # Vacant slabs need not lie side by side.
-                if span > 1 or vacant < 0:
-                    return False
-        return True
-
-    def _cheap_starts(self, span: int) -> list[int]:
-        """Where the runs of `span` slabs begin that hold the fewest bytes of pages, the best first."""
-        used = [0] * self.slab_count
-        for size, slabs in self._slabs.items():
-            for slab in slabs.values():
-                share = slab.used * size // slab.span
-                used[slab.first : slab.first + slab.span] = [share] * slab.span
-        upto = [0, *accumulate(used)]
-        starts = range(self.slab_count - span + 1)
-        return nsmallest(_WINDOWS_TRIED, starts, key=lambda first: upto[first + span] - upto[first])
-
-    def _span(self, frame_bytes: int) -> int:
-        """Slabs of the shortest run that frames of this size fill well enough; the best filled, where none does."""
+    def span(self, frame_bytes: int) -> int:
+        """Slabs in a row that frames of this size take at a time."""
         span = self._spans.get(frame_bytes)
         if span is None:
-            shortest = -(-frame_bytes // self.slab_bytes)
-            longest = max(shortest, self.slab_count // _RUNS_MIN)
-            span = self._spans[frame_bytes] = min(
-                range(shortest, longest + 1),
-                key=lambda run: max(
-                    _TAIL_SHARE_MAX, run * self.slab_bytes % frame_bytes / (run * self.slab_bytes)
-                ),
-            )
+            span = self._spans[frame_bytes] = slabs_per_run(self.capacity_bytes, frame_bytes)
         return span
 
     def _slab_with_room(self, frame_bytes: int) -> Slab | None:
         # The newest slab is the likely one to have room; older ones fill up behind it.
-        for slab in reversed(self._open.setdefault(frame_bytes, {}).values()):
+        for slab in reversed(self.open.setdefault(frame_bytes, {}).values()):
             if not slab.is_closing:
                 return slab
-        first = self._vacant_run(self._span(frame_bytes), frame_bytes)
+        span = self.span(frame_bytes)
+        first = self._vacant_run(span, frame_bytes)
         if first is None:
             return None
-        slab = Slab(first, self._span(frame_bytes), self.slab_bytes, frame_bytes, self._generation)
-        self._map[first : first + slab.span] = [slab] * slab.span
-        self._vacant -= slab.span
+        slab = Slab(first, span, self.slab_bytes, frame_bytes, self._generation)
+        self.slabs[first : first + span] = [slab] * span
+        self.is_taken[first : first + span] = b"\1" * span
+        self.vacant -= span
         if self._kept[0] == frame_bytes:
             self._kept = (0, 0, 0)
-        self._loose_bytes += len(slab.frames) * frame_bytes
-        self.reached_bytes = max(self.reached_bytes, (first + slab.span) * self.slab_bytes)
-        self._slabs.setdefault(frame_bytes, {})[first] = self._open[frame_bytes][first] = slab
+        self.loose_bytes[frame_bytes] = self.loose_bytes.get(frame_bytes, 0) + len(slab.frames) * frame_bytes
+        self.reached_bytes = max(self.reached_bytes, (first + span) * self.slab_bytes)
+        self.runs.setdefault(frame_bytes, {})[first] = self.open[frame_bytes][first] = slab
         return slab
 
     def _give_back(self, slab: Slab, frame_bytes: int) -> None:
         """None of its frames is used: its place is for any size again."""
-        del self._slabs[frame_bytes][slab.first], self._open[frame_bytes][slab.first]
-        self._map[slab.first : slab.first + slab.span] = [None] * slab.span
-        self._vacant += slab.span
-        self._loose_bytes -= len(slab.frames) * frame_bytes
+        del self.runs[frame_bytes][slab.first], self.open[frame_bytes][slab.first]
+        if not self.runs[frame_bytes]:
+            del self.runs[frame_bytes]
+        self.slabs[slab.first : slab.first + slab.span] = [None] * slab.span
+        self.is_taken[slab.first : slab.first + slab.span] = bytes(slab.span)
+        self.vacant += slab.span
+        self.loose_bytes[frame_bytes] -= len(slab.frames) * frame_bytes
 
     def _vacant_run(self, span: int, frame_bytes: int) -> int | None:
-        if self._vacant < span:
+        if self.vacant < span:
             return None
         kept_for, kept_from, kept_to = self._kept
         if kept_for == frame_bytes:
             kept_from = kept_to = 0
-        run = 0
-        for index, slab in enumerate(self._map):
-            run = run + 1 if slab is None and not kept_from <= index < kept_to else 0
-            if run == span:
-                return index - span + 1
-        return None
-
-
-def _slab_bytes(capacity_bytes: int) -> int:
-    fine = max(ALIGNMENT_BYTES, capacity_bytes // _SLABS_FEW // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
-    fitting = max(_SLAB_BYTES_MIN, capacity_bytes // _SLABS // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
-    return min(SLAB_BYTES_MAX, fine, fitting)
+        wanted = bytes(span)
+        first = self.is_taken.find(wanted, 0, kept_from)
+        if first < 0:
+            first = self.is_taken.find(wanted, kept_to)
+        return first if first >= 0 else None

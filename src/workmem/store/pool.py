@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from workmem.store.tiers.segments import Extent
 
 _STORED, _EVICTED = SaveState.STORED, MissReason.EVICTED
+_PACK_STEPS = 16
+"""Of a call of `pack`; the lock is open between them."""
 _PURGE_STEP = 32
 """Blocks taken out under one hold of the lock."""
 _PURGE_STEP_BYTES = 16 * 2**20
@@ -207,6 +209,13 @@ class Pool:
             if catalog.is_same(row, stamp) and extent.is_of(catalog, row):
                 self.state.counts["ssd_unreadable"] += 1
                 self.state.withdraw(row, reason)
+
+    def pack(self) -> None:
+        """Give back slabs that are nearly empty, where sizes are mixed and much is fragmented: some MiB at most."""
+        for _ in range(_PACK_STEPS):
+            with self.state.outbox:
+                if not self.state.compaction.tend():
+                    return
 
     # -- purging
 

@@ -22,10 +22,11 @@ from workmem.store.arena import Arena
 from workmem.store.care import Care
 from workmem.store.catalog import IS_BACK, NO_SEGMENT, Catalog, Space
 from workmem.store.charges import Charges
-from workmem.store.frames import NO_OWNER, Frame, FrameState, FrameTable
+from workmem.store.compaction import Compaction
+from workmem.store.frames import Frame, FrameState, FrameTable
 from workmem.store.outbox import Outbox
 from workmem.store.shares import TierShares, note_missed
-from workmem.store.tiers.page_header import GENERATION_BYTES, blank, tokens_of
+from workmem.store.tiers.page_header import blank, tokens_of
 
 _RESIDENT, _EVICTED = FrameState.RESIDENT, MissReason.EVICTED
 """Named here: a member of an enum takes longer to find than all else that is done with it, and these are needed per page."""
@@ -49,10 +50,13 @@ class Residents:
         self.shares: TierShares | None = None
         """Set with the first quota; its order is then `order`."""
         self._charges = Charges()
+        self.counts: defaultdict[str, int] = defaultdict(int)
+        self.compaction = Compaction(
+            arena, self.frames, self.catalog, self.counts, self.start_filling, self._charges.move
+        )
         self.spaces: dict[bytes, Space] = {}
         self.leaving: dict[int, Space] = {}
         """Purged namespaces whose pages are still being given up, by number."""
-        self.counts: defaultdict[str, int] = defaultdict(int)
         self.unwritten: deque[tuple[int, int]] = deque()
         """Row and stamp of blocks on their way to ssd, oldest first; an entry that `owes_write` denies is stale."""
         self.writes_in_flight = 0
@@ -106,14 +110,13 @@ class Residents:
                 return None
             victim = self._evict(row)
             same_size = victim.size == size
-            if same_size and shares is None and victim.slab.used > 1:
-                # An empty slab goes back first: it may be kept for another size.
+            if same_size and shares is None and frames.may_reuse(victim):
                 frames.reuse(victim)
                 blank(self.arena.memory, victim.offset, space.header_bytes, victim.generation)
                 return victim
             self._vacate(victim)
             if shares is None or not same_size:
-                self._close_ranks(size)
+                self.compaction.make_room(size)
 
     def _vacate(self, frame: Frame) -> None:
         """Free the frame of a block that was evicted."""
@@ -198,42 +201,6 @@ class Residents:
     def is_in_order(self, row: int) -> bool:
         """Whether the dram order has the block: it is in dram, and not waiting for a parent to come."""
         return self.catalog.frame[row] is not None and row not in self._is_late
-
-    def _close_ranks(self, size: int) -> None:
-        """Move pages of other sizes together once that empties room for a frame of `size`.
-
-        Without it a new layout could only get a slab by evicting whatever else lies there. The copy
-        is at most a slab, in memory, of pages nobody holds; so it is done under the lock.
-        """
-        window = self.frames.cheapest_window(size)
-        if window is None:
-            return
-        for slab in window:
-            slab.is_closing = True
-        for slab in window:
-            for old in slab.frames:
-                if old.state is not FrameState.FREE:
-                    self._move_page(old)
-
-    def _move_page(self, old: Frame) -> None:
-        row, new = old.owner, self.frames.reserve(old.size)
-        assert row != NO_OWNER
-        assert new is not None
-        self.start_filling(new, self.catalog.space[row])
-        header = self.catalog.space[row].header_bytes
-        with (
-            self.arena.writable(new.offset, new.size) as to,
-            self.arena.readable(old.offset, old.size) as source,
-        ):
-            to[header:] = source[header:]
-            to[: header - GENERATION_BYTES] = source[: header - GENERATION_BYTES]
-        self.frames.move(new, FrameState.RESIDENT)
-        new.owner = row
-        self.catalog.frame[row] = new
-        self.frames.move(old, FrameState.EVICTING)
-        self._charges.move(old, new)
-        self.frames.free(old)
-        self.counts["dram_moved_bytes"] += old.size
 
     def _is_held(self, row: int) -> bool:
         catalog = self.catalog

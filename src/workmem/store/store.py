@@ -301,6 +301,7 @@ class Store:
     def _tick(self) -> None:
         self._warm()
         self._pool.leases.expire_leases()
+        self._pool.pack()
         self._pins.expire()
         self._below.tick()
 

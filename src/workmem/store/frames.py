@@ -129,7 +129,7 @@ class FrameTable:
 
     def reserve(self, frame_bytes: int) -> Frame | None:
         """FREE -> RESERVED, or None when neither a frame of this size nor a vacant slab is left."""
-        if self._vacant < self._spans.get(frame_bytes, 0) and not self._open.get(frame_bytes):
+        if self.vacant < self._spans.get(frame_bytes, 0) and not self.open.get(frame_bytes):
             return None  # As it mostly is once an arena is full, and this is asked for every page.
         slab = self._slab_with_room(frame_bytes)
         if slab is None:

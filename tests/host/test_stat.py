@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -27,13 +28,14 @@ def test_stat_asks_the_store_that_is_served(host, capsys):
     client.set_quota("acme", TierName.DRAM, floor_bytes=4096)
     stat(host)
     told = capsys.readouterr().out
-    assert "dram  value" in told
+    assert re.search(r"^dram +ok +value ", told, re.MULTILINE)
     assert "hit at 200%" in told
     assert "pins: 1 of 1 owners" in told
     assert "acme" not in told
     stat(host, "--json")
     running = json.loads(capsys.readouterr().out)["running"]
     assert [tier["eviction"] for tier in running["tiers"]] == ["value", "value"]
+    assert [tier["state"] for tier in running["tiers"]] == ["ok", "ok"]
     assert running["tiers"][0]["quotas"][0]["floor_bytes"] == 4096
     host.stop()
     stat(host, "--json")

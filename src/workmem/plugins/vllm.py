@@ -30,6 +30,7 @@ from workmem.engines.vllm.scheduler import SchedulerSide
 from workmem.engines.vllm.steps import StepPlan, StepReport
 from workmem.engines.vllm.store_process import ensure_store
 from workmem.engines.vllm.worker import WorkerSide
+from workmem.plugins.vllm_events import as_kv_events
 from workmem.plugins.vllm_facts import model_folder, read_facts
 from workmem.plugins.vllm_tensors import blocks_of
 from workmem.store.copying import use_native_copy
@@ -146,6 +147,13 @@ class WorkmemConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """As `request_finished`."""
         return self.request_finished(request, block_ids[0])
+
+    def take_events(self) -> list[Any]:
+        """See `SchedulerSide.take_announcements`; empty unless vLLM publishes KV events."""
+        side = self._scheduler
+        if side is None:
+            return []
+        return self._guard.call(lambda: as_kv_events(side.take_announcements()), list[Any]())
 
     def reset_cache(self) -> bool:
         """Weights were changed, or somebody wants nothing of before: a new epoch."""
@@ -266,7 +274,14 @@ class WorkmemConnector(KVConnectorBase_V1, SupportsHMA):
                 log.warning("workmem: no store (%s); everything is computed until one is served", why)
         fingerprint = identify(model_folder(self._vllm_config), cache_folder=cache_dir())
         self._store = self._open_store(settings)
-        self._scheduler = SchedulerSide(facts, fingerprint, self._store, settings.vllm)
+        events = self._vllm_config.kv_events_config
+        self._scheduler = SchedulerSide(
+            facts,
+            fingerprint,
+            self._store,
+            settings.vllm,
+            announces=events is not None and events.enable_kv_cache_events,
+        )
         log.info("workmem: contexts are kept in the store at %s", host_socket(settings.store.host.socket))
 
     def _open_worker(self, kv_caches: dict[str, torch.Tensor]) -> None:

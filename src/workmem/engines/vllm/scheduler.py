@@ -10,6 +10,7 @@ from typing import Any
 from workmem.core.errors import CapacityError
 from workmem.core.keys import BlockKey
 from workmem.core.outcomes import COMPUTED, Lookup, TierName
+from workmem.engines.vllm.announcing import Announcement, Announcer, RunOrigin
 from workmem.engines.vllm.config import VllmConfig
 from workmem.engines.vllm.denied import Denied
 from workmem.engines.vllm.facts import EngineFacts, Namespaces, Scope
@@ -32,6 +33,8 @@ class SchedulerSide:
         store: KVStore,
         settings: VllmConfig,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        announces: bool = False,
     ) -> None:
         self.counts: Counter[str] = Counter()
         self._store = store
@@ -43,6 +46,7 @@ class SchedulerSide:
         self._requests: dict[str, Tracked] = {}
         self._loads: list[LoadOp] = []
         self._prefetched_bytes = 0
+        self._announcer = Announcer(self._tiers_of, self._size, clock) if announces else None
 
     # -- what a request can have
 
@@ -55,6 +59,7 @@ class SchedulerSide:
             return
         found = self._lookup(tracked, keys)
         tracked.saved = found.blocks
+        self._announce(tracked, 0, keys[: found.blocks])
         if any(tier is not TierName.DRAM for tier in found.tiers):
             self._prefetch(tracked, keys[: found.blocks])
 
@@ -160,9 +165,15 @@ class SchedulerSide:
     def start_epoch(self, epoch: int) -> None:
         """The weights are others, or somebody wants nothing of before: no block of before is a hit from now on."""
         self._namespaces.start_epoch(epoch)
+        if self._announcer is not None:
+            self._announcer.forget_all()
         for tracked in self._requests.values():
             self._release(tracked)
             tracked.saved = 0
+
+    def take_announcements(self) -> list[Announcement]:
+        """Blocks that came to be in the store, or went, since the last call; empty unless it was made to announce."""
+        return [] if self._announcer is None else self._announcer.take()
 
     def close(self) -> None:
         """Give back what is held for requests that wait."""
@@ -172,8 +183,13 @@ class SchedulerSide:
     # -- inside
 
     def _lookup(self, tracked: Tracked, keys: Sequence[BlockKey]) -> Lookup:
+        found = self._lookup_in(tracked.scope, keys)
+        tracked.miss = found.reason.value if found.reason else ""
+        return found
+
+    def _lookup_in(self, scope: Scope, keys: Sequence[BlockKey]) -> Lookup:
         """What all workers can load: a block is there when each has its part."""
-        _, roots = self._namespaces.of(tracked.scope)
+        _, roots = self._namespaces.of(scope)
         shortest: Lookup | None = None
         for root in roots:
             found = self._store.lookup(root, keys)
@@ -183,8 +199,23 @@ class SchedulerSide:
             if not keys:
                 break
         assert shortest is not None
-        tracked.miss = shortest.reason.value if shortest.reason else ""
         return shortest
+
+    def _tiers_of(self, scope: Scope, keys: Sequence[BlockKey]) -> tuple[TierName, ...]:
+        return self._lookup_in(scope, keys).tiers
+
+    def _announce(self, tracked: Tracked, first: int, keys: Sequence[BlockKey]) -> None:
+        """Say of blocks from number `first` on that they are in the store, as soon as they are."""
+        if self._announcer is None or not keys:
+            return
+        request, size = tracked.request, self._size
+        before = tracked.keys(first - 1, first) if first else ()
+        self._announcer.seen(
+            keys,
+            before[0] if before else b"",
+            request.all_token_ids[first * size : (first + len(keys)) * size],
+            RunOrigin(tracked.scope, getattr(request, "session_id", None) or ""),
+        )
 
     def _prefetch(self, tracked: Tracked, keys: Sequence[BlockKey]) -> None:
         """A lease brings pages to dram and keeps them there until they are loaded."""
@@ -230,4 +261,5 @@ class SchedulerSide:
                 blocks=tuple(blocks[first:end]),
             )
         )
+        self._announce(tracked, first, keys)
         self.counts["pages_offered"] += len(keys)

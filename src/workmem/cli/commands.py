@@ -41,6 +41,12 @@ config.command(
 )
 app.command(config)
 
+index = App(name="index", help="Look at what engines hold.")
+index.command(
+    "workmem.cli.index_watch:watch", name="watch", help="Show live which contexts engines hold, and where."
+)
+app.command(index)
+
 model = App(name="model", help="Prepare models.")
 model.command("workmem.cli.model:prepare_model", name="prepare", help="Make a model ready to be loaded.")
 model.command("workmem.cli.model:list_models", name="list", help="List the models known by name.")

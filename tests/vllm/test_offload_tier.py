@@ -419,8 +419,8 @@ def test_an_end_gives_vllms_memory_back(store: Store):
     view = memoryview(rows)
     space = Namespace(model_fingerprint="f", layout=LAYOUT)
     tier = OffloadTier(store, space, chunk_rows(view, LAYOUT), ChunkJobs(), VllmConfig())
-    tier.close()
     view.release()
+    tier.close()
     del rows
     # Raises BufferError while anybody has it.
     mapped.close()

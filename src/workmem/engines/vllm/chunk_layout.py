@@ -27,7 +27,6 @@ def chunk_layout(facts: EngineFacts, *, blocks: int, copies: int, order: str) ->
 
 def chunk_rows(memory: memoryview, layout: KVLayout) -> KVBlocks:
     """Rows of `memory`, [chunks, bytes], as pages are copied to and from them. What is behind a page is padding."""
-    # A view of its own: vLLM gives the one that it handed over back, which it could not with an array on it.
-    rows = np.asarray(memoryview(memory)).view(np.uint8)
+    rows = np.asarray(memory).view(np.uint8)
     step = layout.layer_bytes
     return KVBlocks(layout, [[rows[:, at : at + step]] for at in range(0, layout.page_bytes, step)])

@@ -74,6 +74,9 @@ soak: $(VENV)/.stamp-test ## Random work on stores whose processes are killed an
 	@SOAK_SECONDS=$$(( $(SOAK_SECONDS) / 3 )) WORKMEM_SOAK_S=$$(( $(SOAK_SECONDS) / 3 )) $(BIN)/python -m pytest -n 0 -s \
 	  tests/soak tests/host/test_processes.py tests/store/test_fragmentation.py \
 	  -k 'lives_and_deaths or storm or take_turns_leave' $(ARGS)
+	$(STEP) 'every allocation and every send fails once'
+	@FAIL_STEP=1 $(BIN)/python -m pytest -n 0 --timeout 900 \
+	  tests/store/test_failing_allocations.py tests/host/test_failing_sends.py $(ARGS)
 
 .PHONY: check
 check: $(VENV)/.stamp-test ## Lint, format, types and import contracts

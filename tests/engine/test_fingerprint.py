@@ -98,3 +98,18 @@ def test_a_cache_folder_that_cannot_be_written_costs_time_only(folder, tmp_path)
     blocked = tmp_path / "file"
     blocked.write_text("")
     assert identify(folder, cache_folder=blocked) == identify(folder)
+
+
+def test_an_adapter_is_known_by_its_files_and_settings(tmp_path):
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    with pytest.raises(OSError, match="no weights"):
+        fingerprint.identify_adapter(folder)
+    (folder / "adapter_model.safetensors").write_bytes(b"weights")
+    (folder / "adapter_config.json").write_bytes(b'{"r": 8}')
+    first = fingerprint.identify_adapter(folder)
+    assert fingerprint.identify_adapter(folder) == first
+    (folder / "adapter_config.json").write_bytes(b'{"r": 9}')
+    second = fingerprint.identify_adapter(folder)
+    (folder / "adapter_model.safetensors").write_bytes(b"others!")
+    assert len({first, second, fingerprint.identify_adapter(folder)}) == 3

@@ -359,3 +359,27 @@ Traffic.TestCase.settings = settings(
     max_examples=25, stateful_step_count=30, deadline=None, phases=[Phase.explicit, Phase.generate]
 )
 TestTraffic = Traffic.TestCase
+
+
+def test_adapters_never_meet_and_an_unknown_one_is_left_alone(store: Store):
+    made = engine(store)
+    for name, adapter, wanted in (
+        ("a", "one:1", len(PROMPT)),
+        ("b", "one:2", len(PROMPT)),
+        ("c", "one:1", 1),
+    ):
+        made.reset()
+        request = Request(name, PROMPT)
+        made.side.arrives(request, adapter)
+        made.waiting.append(request)
+        made.run()
+        assert store.flush(5)
+        assert tokens_of(request)["computed"] == wanted
+    made.reset()
+    unknown = Request("d", PROMPT)
+    made.side.arrives(unknown, None)
+    made.waiting.append(unknown)
+    made.run()
+    assert unknown.state == "done"
+    assert unknown.answer is None
+    made.close()

@@ -70,16 +70,29 @@ def identify(model: Path, *, cache_folder: Path | None = None) -> str:
     first and last MiB and 64 pages between. Raises OSError.
     """
     files = weight_files(model)
+    settings = _arithmetic_fields(model / "config.json") if model.is_dir() else b""
+    return _digest(b"workmem.weights.1\0", settings, model, files, cache_folder)
+
+
+def identify_adapter(folder: Path, *, cache_folder: Path | None = None) -> str:
+    """Digest of a LoRA adapter's files and settings, as `identify` is of a model's. Raises OSError."""
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+    if not files:
+        raise FileNotFoundError(f"no weights in {folder}")
+    settings = (folder / "adapter_config.json").read_bytes()
+    return _digest(b"workmem.adapter.1\0", settings, folder, files, cache_folder)
+
+
+def _digest(kind: bytes, settings: bytes, place: Path, files: list[Path], cache_folder: Path | None) -> str:
     known = _read_side_file(cache_folder)
     with ThreadPoolExecutor(_HASH_THREADS) as pool:
         results = list(pool.map(_file_digest, files, [known] * len(files)))
     if cache_folder is not None and any(known.get(key) != entry for key, entry in results):
         _write_side_file(cache_folder, known | dict(results))
-    weights = hashlib.sha256(b"workmem.weights.1\0")
-    if model.is_dir():
-        weights.update(_arithmetic_fields(model / "config.json"))
+    weights = hashlib.sha256(kind)
+    weights.update(settings)
     for file, (_, entry) in zip(files, results, strict=True):
-        name = file.name if model.is_dir() else ""
+        name = file.name if place.is_dir() else ""
         weights.update(f"{name}\0{entry.digest}\0".encode())
     return weights.hexdigest()
 

@@ -22,18 +22,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from workmem.config import cache_dir, host_socket, load
+from workmem.config import cache_dir, host_socket
 from workmem.core.errors import ConfigError
-from workmem.engines.fingerprint import identify
+from workmem.engines.fingerprint import identify, identify_adapter
 from workmem.engines.vllm.guard import Guard
 from workmem.engines.vllm.scheduler import SchedulerSide
 from workmem.engines.vllm.steps import StepPlan, StepReport
-from workmem.engines.vllm.store_process import ensure_store
 from workmem.engines.vllm.worker import WorkerSide
 from workmem.plugins.vllm_events import as_kv_events
 from workmem.plugins.vllm_facts import model_folder, read_facts
+from workmem.plugins.vllm_store import open_store, read_settings
 from workmem.plugins.vllm_tensors import blocks_of
-from workmem.store.copying import use_native_copy
 from workmem.store.host.client import HostStore
 
 if TYPE_CHECKING:
@@ -87,8 +86,8 @@ class WorkmemConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Any) -> None:
         """See `SchedulerSide.arrives`."""
-        if self._scheduler is not None:
-            side = self._scheduler
+        side = self._scheduler
+        if side is not None:
             self._guard.call(lambda: side.arrives(request, _adapter(request)), None)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -232,24 +231,11 @@ class WorkmemConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             self._worker.give_up()
 
-    def _settings(self) -> Any:
-        extra = self._kv_transfer_config.kv_connector_extra_config
-        sets = [f"{path}={value}" for path, value in extra.items() if "." in path]
-        return load(sets=sets).config
-
-    def _open_store(self, settings: Any) -> HostStore:
-        use_native_copy(cache_dir())
-        return HostStore(
-            host_socket(settings.store.host.socket),
-            call_s=settings.store.host.call_s,
-            save_queue_pages=settings.store.save_queue_pages,
-            attaches=False,
-        )
-
     def _open_scheduler(self) -> None:
+        said = self._kv_transfer_config.kv_connector_extra_config
         facts = read_facts(self._vllm_config, self._kv_cache_config)
         try:
-            settings = self._settings()
+            settings = read_settings(said)
         except ConfigError as error:
             self._guard.turn_off(str(error))
             return
@@ -257,27 +243,11 @@ class WorkmemConnector(KVConnectorBase_V1, SupportsHMA):
         if why or isinstance(facts, str):
             self._guard.turn_off(why)
             return
-        if settings.vllm.start_store:
-            extra = self._kv_transfer_config.kv_connector_extra_config
-            wanted = {
-                path: str(value)
-                for path, value in extra.items()
-                if path.startswith("store.") and path != "store.host.socket"
-            }
-            why = ensure_store(
-                host_socket(settings.store.host.socket),
-                wanted,
-                cache_dir() / "run" / "store.log",
-                settings.vllm.start_s,
-            )
-            if why:
-                log.warning("workmem: no store (%s); everything is computed until one is served", why)
-        fingerprint = identify(model_folder(self._vllm_config), cache_folder=cache_dir())
-        self._store = self._open_store(settings)
+        self._store = open_store(settings, said)
         events = self._vllm_config.kv_events_config
         self._scheduler = SchedulerSide(
             facts,
-            fingerprint,
+            identify(model_folder(self._vllm_config), cache_folder=cache_dir()),
             self._store,
             settings.vllm,
             announces=events is not None and events.enable_kv_cache_events,
@@ -285,12 +255,13 @@ class WorkmemConnector(KVConnectorBase_V1, SupportsHMA):
         log.info("workmem: contexts are kept in the store at %s", host_socket(settings.store.host.socket))
 
     def _open_worker(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        said = self._kv_transfer_config.kv_connector_extra_config
         facts = read_facts(self._vllm_config, self._kv_cache_config)
-        settings = self._settings()
         if isinstance(facts, str) or facts.refusal():
             return
+        settings = read_settings(said)
         rank = self._vllm_config.parallel_config.rank % facts.workers
-        self._store = self._open_store(settings)
+        self._store = open_store(settings, said, starts=False)
         blocks = blocks_of(kv_caches, facts.layout(rank), self._kv_cache_config.num_blocks)
         self._worker = WorkerSide(self._store, blocks, rank=rank, load_s=settings.vllm.load_s)
 
@@ -308,9 +279,15 @@ def _plan(side: SchedulerSide, output: Any) -> StepPlan:
     return side.plan({name: (has[name], adds) for name, adds in output.num_scheduled_tokens.items()}, table)
 
 
-def _adapter(request: Any) -> str:
-    """What tells adapters apart: a digest of the files, as a name may come to mean another one."""
+def _adapter(request: Any) -> str | None:
+    """What tells adapters apart: a digest of the files, as a name may come to mean another one. None: it is not known."""
     lora = request.lora_request
     if lora is None:
         return ""
-    return f"{lora.lora_name}:{identify(Path(lora.lora_path), cache_folder=cache_dir())}"
+    try:
+        return f"{lora.lora_name}:{identify_adapter(Path(lora.lora_path), cache_folder=cache_dir())}"
+    except OSError as error:
+        log.warning(
+            "workmem: adapter %s cannot be read (%s); its contexts are not kept", lora.lora_name, error
+        )
+        return None

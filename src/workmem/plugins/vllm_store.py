@@ -18,10 +18,10 @@ def read_settings(said: Mapping[str, object]) -> Config:
     return load(sets=[f"{path}={value}" for path, value in said.items() if "." in path]).config
 
 
-def open_store(settings: Config, said: Mapping[str, object]) -> HostStore:
-    """A client of the host's store, which is started with what `said` says of it if none is served."""
+def open_store(settings: Config, said: Mapping[str, object], *, starts: bool = True) -> HostStore:
+    """A client of the host's store, which is started with what `said` says of it if none is served and `starts`."""
     socket = host_socket(settings.store.host.socket)
-    if settings.vllm.start_store:
+    if starts and settings.vllm.start_store:
         wanted = {
             path: str(value)
             for path, value in said.items()

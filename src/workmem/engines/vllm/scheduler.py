@@ -50,8 +50,13 @@ class SchedulerSide:
 
     # -- what a request can have
 
-    def arrives(self, request: EngineRequest, adapter: str = "") -> None:
-        """A request joins the queue: pages that it will want start their way to dram at once."""
+    def arrives(self, request: EngineRequest, adapter: str | None = "") -> None:
+        """A request joins the queue: pages that it will want start their way to dram at once.
+
+        With an `adapter` that nobody can tell apart (None) nothing is loaded for it, nor kept.
+        """
+        if adapter is None:
+            return
         tracked = Tracked(request, Scope(adapter, request.cache_salt or ""))
         self._requests[request.request_id] = tracked
         keys = tracked.keys(0, request.num_tokens // self._size)
@@ -65,7 +70,9 @@ class SchedulerSide:
 
     def match(self, request: EngineRequest, computed: int) -> tuple[int, bool]:
         """How many tokens behind the first `computed`, which the engine has, can be loaded; and whether aside."""
-        tracked = self._requests[request.request_id]
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
+            return 0, False
         tracked.local = computed // self._size
         tracked.promised, tracked.is_async = (), False
         keys = tracked.keys(tracked.local, request.num_tokens // self._size)

@@ -52,6 +52,8 @@ class Request:
     to_generate: int = 0
     cache_salt: str | None = None
     kv_transfer_params: dict[str, object] | None = None
+    kv_hints: object = None
+    session_id: str | None = None
     all_token_ids: list[int] = field(default_factory=list)
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
@@ -64,6 +66,10 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return len(self.all_token_ids)
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return self.computed
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -84,6 +84,17 @@ class WorkmemConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- scheduler's side
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """The engine's pool is there: contexts can be held in it."""
+        side = self._scheduler
+        if side is not None:
+            self._guard.call(lambda: self._bind_pool(side, gpu_block_pool), None)
+
+    def has_pending_block_frees(self) -> bool:
+        """VLLM asks before it preempts: pins give way, and it tries again in its next step. See `Levers.is_short`."""
+        side = self._scheduler
+        return side is not None and self._guard.call(side.levers.is_short, False)
+
     def on_new_request(self, request: Any) -> None:
         """See `SchedulerSide.arrives`."""
         side = self._scheduler
@@ -134,12 +145,13 @@ class WorkmemConnector(KVConnectorBase_V1, SupportsHMA):
         self._guard.call(lambda: side.heard(meta.report), None)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """See `SchedulerSide.finished`. Never holds the engine's blocks."""
-        del block_ids
+        """See `SchedulerSide.finished`. What is held for later has a reference of its own."""
         side = self._scheduler
         if side is None:
             return False, None
-        return False, self._guard.call(lambda: side.finished(request), None)
+        # A client that has gone away takes no next turn.
+        kept = [] if request.status.name == "FINISHED_ABORTED" else block_ids
+        return False, self._guard.call(lambda: side.finished(request, kept), None)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -227,7 +239,27 @@ class WorkmemConnector(KVConnectorBase_V1, SupportsHMA):
         meta = self._connector_metadata
         return meta.plan if isinstance(meta, WorkmemPlan) else StepPlan()
 
+    def _bind_pool(self, side: SchedulerSide, pool: Any) -> None:
+        limits = self._vllm_config.scheduler_config
+        side.levers.bind(
+            pool,
+            longest_tokens=self._vllm_config.model_config.max_model_len,
+            step_tokens=limits.max_num_batched_tokens,
+            watermark_blocks=int(limits.watermark * pool.num_gpu_blocks),
+        )
+        reset = pool.reset_prefix_cache
+
+        def release_and_reset() -> bool:
+            self._guard.call(side.levers.release, None)
+            return reset()
+
+        # No hook is called before it, and it refuses while anybody holds a block.
+        pool.reset_prefix_cache = release_and_reset
+
     def _gone_off(self) -> None:
+        if self._scheduler is not None:
+            # With a guard of its own: that one is off by now.
+            Guard("pins").call(self._scheduler.levers.release, None)
         if self._worker is not None:
             self._worker.give_up()
 

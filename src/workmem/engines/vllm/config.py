@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -23,3 +23,11 @@ class VllmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """A block that could not be loaded is not offered again for so long."""
     prefetch_share: Annotated[float, Meta(ge=0, le=1)] = 0.25
     """Share of dram in which pages are held for requests that still wait for their turn."""
+    retention: Literal["lru", "ttl"] = "lru"
+    """What stays in vLLM's memory after a turn: what hints ask for (`lru`), or every session for `pin_ttl_s` (`ttl`)."""
+    pin_share: Annotated[float, Meta(ge=0, le=1)] = 0.5
+    """Share of vLLM's blocks that may be held for contexts between turns; the longest request always has room beside."""
+    pin_ttl_s: Annotated[float, Meta(gt=0)] = 30.0
+    """Contexts are held for so long where a hint does not say."""
+    pin_ttl_max_s: Annotated[float, Meta(gt=0)] = 3600.0
+    """A hint that asks for more gets this."""

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from workmem.core.keys import BlockKey
 from workmem.engines.vllm.facts import Scope
+from workmem.engines.vllm.hints import read_hints
 from workmem.engines.vllm.steps import Loaded
 from workmem.store.contract import Lease
 
@@ -31,6 +32,11 @@ class EngineRequest(Protocol):
         ...
 
     @property
+    def num_computed_tokens(self) -> int:
+        """Of those, how many have their KV in the engine."""
+        ...
+
+    @property
     def all_token_ids(self) -> Sequence[int]:
         """Prompt and what was generated so far."""
         ...
@@ -50,6 +56,16 @@ class EngineRequest(Protocol):
         """What the client said to connectors."""
         ...
 
+    @property
+    def kv_hints(self) -> object:
+        """What an orchestrator said: vLLM's `KvHintsEnvelope`."""
+        ...
+
+    @property
+    def session_id(self) -> str | None:
+        """Whose turn it is."""
+        ...
+
 
 class Tracked:
     """A request from its arrival to its end."""
@@ -57,6 +73,9 @@ class Tracked:
     def __init__(self, request: EngineRequest, scope: Scope) -> None:
         self.request = request
         self.scope = scope
+        self.hints = read_hints(request.kv_hints, request.kv_transfer_params, request.session_id)
+        self.runs = False
+        """The engine has computed for it, so it has blocks."""
         self.local = 0
         """Leading blocks that the engine had itself when it last asked."""
         self.promised: tuple[str, ...] = ()

@@ -14,9 +14,10 @@ from workmem.engines.vllm.announcing import Announcement, Announcer, RunOrigin
 from workmem.engines.vllm.config import VllmConfig
 from workmem.engines.vllm.denied import Denied
 from workmem.engines.vllm.facts import EngineFacts, Namespaces, Scope
+from workmem.engines.vllm.levers import Levers, SteeredStore
 from workmem.engines.vllm.requests import EngineRequest, Tracked
 from workmem.engines.vllm.steps import LoadOp, SaveOp, StepPlan, StepReport
-from workmem.store.contract import KVStore
+from workmem.store.contract import Lease
 
 ANSWER = "workmem"
 """Under this name a response's `kv_transfer_params` say where its tokens came from."""
@@ -30,7 +31,7 @@ class SchedulerSide:
         self,
         facts: EngineFacts,
         fingerprint: str,
-        store: KVStore,
+        store: SteeredStore,
         settings: VllmConfig,
         clock: Callable[[], float] = time.monotonic,
         *,
@@ -47,6 +48,15 @@ class SchedulerSide:
         self._loads: list[LoadOp] = []
         self._prefetched_bytes = 0
         self._announcer = Announcer(self._tiers_of, self._size, clock) if announces else None
+        self.levers = Levers(
+            store,
+            settings,
+            facts.block_tokens,
+            roots=lambda scope: self._namespaces.of(scope)[1],
+            lease=self._lease,
+            give_back=self._give_back,
+            clock=clock,
+        )
 
     # -- what a request can have
 
@@ -59,6 +69,7 @@ class SchedulerSide:
             return
         tracked = Tracked(request, Scope(adapter, request.cache_salt or ""))
         self._requests[request.request_id] = tracked
+        self.levers.arrives(tracked)
         keys = tracked.keys(0, request.num_tokens // self._size)
         if not keys:
             return
@@ -71,9 +82,10 @@ class SchedulerSide:
     def match(self, request: EngineRequest, computed: int) -> tuple[int, bool]:
         """How many tokens behind the first `computed`, which the engine has, can be loaded; and whether aside."""
         tracked = self._requests.get(request.request_id)
+        self.levers.asks(request, computed // self._size, tracked, self._requests)
         if tracked is None:
             return 0, False
-        tracked.local = computed // self._size
+        tracked.local, tracked.runs = computed // self._size, False
         tracked.promised, tracked.is_async = (), False
         keys = tracked.keys(tracked.local, request.num_tokens // self._size)
         keys = keys[: self._denied.allowed(keys)]
@@ -128,13 +140,17 @@ class SchedulerSide:
         """The next step. `scheduled`: request to the tokens it has and those it computes now; `table`: its blocks."""
         plan = StepPlan(loads=self._loads)
         self._loads = []
+        running: list[tuple[Tracked, int]] = []
         for name, (has, adds) in scheduled.items():
             tracked, blocks = self._requests.get(name), table(name)
             if blocks is None:
                 continue
             plan.written += blocks[has // self._size : -(-(has + adds) // self._size)]
             if tracked is not None:
+                tracked.runs = True
+                running.append((tracked, has + adds))
                 self._plan_save(plan, tracked, blocks, has + adds)
+        self.levers.steps(running)
         return plan
 
     def heard(self, report: StepReport) -> None:
@@ -153,8 +169,11 @@ class SchedulerSide:
                 tracked.saved = min(tracked.saved, tracked.limit)
             tracked.promised = ()
 
-    def finished(self, request: EngineRequest) -> dict[str, Any] | None:
-        """A request has ended. Returns what its response says of where its prompt's tokens came from."""
+    def finished(self, request: EngineRequest, blocks: Sequence[int] = ()) -> dict[str, Any] | None:
+        """A request has ended; `blocks`: its table, where it was not cut off.
+
+        Returns what its response says of where its prompt's tokens came from, and of its hints.
+        """
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
             return None
@@ -167,6 +186,8 @@ class SchedulerSide:
         answer: dict[str, Any] = {"prompt_tokens": request.num_prompt_tokens, "tokens": tokens}
         if tracked.miss:
             answer["miss"] = tracked.miss
+        if hints := self.levers.finished(tracked, blocks):
+            answer["hints"] = hints
         return {ANSWER: answer}
 
     def start_epoch(self, epoch: int) -> None:
@@ -174,6 +195,7 @@ class SchedulerSide:
         self._namespaces.start_epoch(epoch)
         if self._announcer is not None:
             self._announcer.forget_all()
+        self.levers.close()
         for tracked in self._requests.values():
             self._release(tracked)
             tracked.saved = 0
@@ -186,6 +208,7 @@ class SchedulerSide:
         """Give back what is held for requests that wait."""
         for tracked in self._requests.values():
             self._release(tracked)
+        self.levers.close()
 
     # -- inside
 
@@ -225,29 +248,35 @@ class SchedulerSide:
         )
 
     def _prefetch(self, tracked: Tracked, keys: Sequence[BlockKey]) -> None:
-        """A lease brings pages to dram and keeps them there until they are loaded."""
+        """Have pages in dram, and keep them there until they are loaded."""
+        tracked.prefetched = self._lease(tracked.scope, keys, tracked.request.request_id, _PREFETCH_TTL_S)
+
+    def _lease(self, scope: Scope, keys: Sequence[BlockKey], owner: str, ttl_s: float) -> Lease | None:
+        """A lease brings pages to dram and keeps them there. None where that is more than may be kept for later."""
         size = len(keys) * self._page_bytes
         room = self._settings.prefetch_share * self._store.dram_capacity_bytes()
         if self._prefetched_bytes + size > room:
             self.counts["prefetches_refused"] += 1
-            return
+            return None
         # Of the first worker's part alone: the others' loads bring their own.
-        _, roots = self._namespaces.of(tracked.scope)
+        _, roots = self._namespaces.of(scope)
         try:
-            tracked.prefetched = self._store.lease(
-                roots[0], keys, owner=tracked.request.request_id, ttl_s=_PREFETCH_TTL_S
-            )
+            lease = self._store.lease(roots[0], keys, owner=owner, ttl_s=ttl_s)
         except CapacityError:
             self.counts["prefetches_refused"] += 1
-            return
-        self._prefetched_bytes += size
+            return None
+        self._prefetched_bytes += len(lease.keys) * self._page_bytes
         self.counts["prefetches"] += 1
+        return lease
+
+    def _give_back(self, lease: Lease) -> None:
+        self._prefetched_bytes -= len(lease.keys) * self._page_bytes
+        lease.release()
 
     def _release(self, tracked: Tracked) -> None:
         lease, tracked.prefetched = tracked.prefetched, None
         if lease is not None:
-            self._prefetched_bytes -= len(lease.keys) * self._page_bytes
-            lease.release()
+            self._give_back(lease)
 
     def _plan_save(self, plan: StepPlan, tracked: Tracked, blocks: Sequence[int], computed: int) -> None:
         """Save the blocks that are full after this step and that the store was not seen to have."""

@@ -1,0 +1,153 @@
+"""Hints that come with a request, as vLLM's `KvHintsEnvelope` or as the same object in `kv_transfer_params`. Pure.
+
+Advice: what cannot be read is named to the client, and never an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Annotated, Any, cast
+
+import msgspec
+from msgspec import Meta
+
+ACTIONS_MAX = 16
+"""Of one request."""
+TEXT_MAX = 256
+"""Characters of a session, a group or an id."""
+ROADS = ("workmem", "kv_hints")
+"""Under these names `kv_transfer_params` may have an envelope."""
+
+Name = Annotated[str, Meta(min_length=1, max_length=TEXT_MAX)]
+
+
+class Kind(StrEnum):
+    """What is asked for."""
+
+    PIN = "Pin"
+    """Keep the request's blocks in the engine's memory and in the store."""
+    RETAIN = "Retain"
+    """Keep them in the store: in each tier they leave after all that nobody keeps."""
+    PREFETCH = "Prefetch"
+    """Bring what the store has of a session to dram."""
+    DEMOTE = "Demote"
+    """The session's blocks are not wanted for now: whoever needs the room takes theirs first."""
+    SHARE = "Share"
+    """As Retain, for all of a group: whoever of it comes next renews it."""
+
+
+class Payload(msgspec.Struct, frozen=True, kw_only=True):
+    """What an action may say more. Other fields are ignored: they may be of a newer version."""
+
+    ttl_s: Annotated[float, Meta(gt=0)] | None = None
+    priority: Annotated[int, Meta(ge=-100, le=100)] = 0
+    """Higher stays longer."""
+    tokens: Annotated[int, Meta(ge=1)] | None = None
+    """Only so many from the beginning."""
+    session: Name | None = None
+    """Of the request where nothing is said."""
+    group: Name | None = None
+
+
+class Action(msgspec.Struct, frozen=True):
+    """One that can be done."""
+
+    id: str
+    kind: Kind
+    payload: Payload
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What became of an action, for the response."""
+
+    id: str
+    outcome: str
+    """accepted, clipped (by a bound), missing (there is nothing of that name), rejected."""
+    why: str = ""
+
+    def told(self) -> dict[str, str]:
+        """As the client reads it."""
+        told = {"id": self.id, "outcome": self.outcome}
+        return {**told, "why": self.why} if self.why else told
+
+
+class Hints(msgspec.Struct):
+    """Of one request."""
+
+    session: str = ""
+    actions: list[Action] = []
+    outcomes: list[Outcome] = []
+    """Of those that cannot be done, from the beginning; the others join as they are done."""
+
+
+class _Said(msgspec.Struct, frozen=True):
+    action_type: Kind
+    action_id: Annotated[str, Meta(max_length=TEXT_MAX)] = ""
+    action_version: Annotated[str, Meta(max_length=TEXT_MAX)] = "1"
+    payload: Payload = Payload()
+
+
+def read_hints(envelope: object, params: Mapping[str, Any] | None, session: object) -> Hints:
+    """What came by all roads: vLLM's own field, `kv_transfer_params`, and the session of the request."""
+    hints = Hints(session=_name(session))
+    _read_envelope(hints, "kv_hints", envelope)
+    for road in ROADS:
+        said = params.get(road) if params else None
+        _read_envelope(hints, f"kv_transfer_params.{road}", said)
+        if isinstance(said, Mapping) and not hints.session:
+            hints.session = _name(cast("Mapping[str, object]", said).get("session_id"))
+    return hints
+
+
+def _name(said: object) -> str:
+    return said if isinstance(said, str) and len(said) <= TEXT_MAX and said.isprintable() else ""
+
+
+def _read_envelope(hints: Hints, road: str, envelope: object) -> None:
+    if envelope is None:
+        return
+    actions = _actions(envelope)
+    if isinstance(actions, str):
+        hints.outcomes.append(Outcome(road, "rejected", actions))
+        return
+    for index, said in enumerate(actions):
+        if len(hints.actions) + len(hints.outcomes) >= ACTIONS_MAX:
+            why = f"{len(actions)} actions; {ACTIONS_MAX} are read of a request"
+            hints.outcomes.append(Outcome(road, "clipped", why))
+            return
+        _read_action(hints, f"{road}.actions[{index}]", said)
+
+
+def _actions(envelope: object) -> list[object] | str:
+    """Or why there are none."""
+    if isinstance(envelope, msgspec.Struct):
+        found = getattr(envelope, "actions", None)
+    elif isinstance(envelope, Mapping):
+        found = cast("Mapping[str, object]", envelope).get("actions", [])
+    else:
+        return f"is {type(envelope).__name__}; give an object with actions"
+    if not isinstance(found, list):
+        return f"actions is {type(found).__name__}; give a list"
+    return cast("list[object]", found)
+
+
+def _read_action(hints: Hints, place: str, said: object) -> None:
+    try:
+        read = msgspec.convert(said, _Said, from_attributes=True)
+    except msgspec.ValidationError as error:
+        hints.outcomes.append(Outcome(place, "rejected", str(error)))
+        return
+    name = read.action_id or place
+    if not all(text.isprintable() for text in (name, read.payload.session or "", read.payload.group or "")):
+        # A lone surrogate could be neither sent to the store nor answered.
+        hints.outcomes.append(Outcome(place, "rejected", "a name has characters that cannot be printed"))
+        return
+    if read.action_version.removeprefix("v").partition(".")[0] != "1":
+        why = f"action_version is {read.action_version!r}; 1 is known"
+        hints.outcomes.append(Outcome(name, "rejected", why))
+        return
+    if read.action_type is Kind.SHARE and read.payload.group is None:
+        hints.outcomes.append(Outcome(name, "rejected", "payload.group is not there; name the group"))
+        return
+    hints.actions.append(Action(name, read.action_type, read.payload))

@@ -53,6 +53,16 @@ bench-engine: model ## Speed of the embedded engine (quick form)
 bench-restart: model ## Time to first token: cold, vram, dram, ssd after a restart (quick form)
 	@$(BIN)/python bench/restart.py --quick --model "$$($(BIN)/workmem model prepare $(MODEL))" $(ARGS)
 
+.PHONY: bench-vllm
+bench-vllm: $(VLLM_VENV)/.stamp-vllm model ## Time to first token on vLLM: cold, own cache, our tiers, peers (quick form)
+	@$(BIN)/python bench/vllm_ttft.py --quick --model "$$($(BIN)/workmem model prepare $(MODEL))" \
+	  --vllm-python $(VLLM_VENV)/bin/python $(ARGS)
+
+.PHONY: bench-fleet
+bench-fleet: $(VLLM_VENV)/.stamp-vllm model ## Agents round after round, with and without us, on vLLM and embedded (quick form)
+	@$(BIN)/python bench/fleet.py --quick --model "$$($(BIN)/workmem model prepare $(MODEL))" \
+	  --vllm-python $(VLLM_VENV)/bin/python $(ARGS)
+
 .PHONY: test
 test: check model ## All checks and all tests
 	$(STEP) 'tests'

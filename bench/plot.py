@@ -20,6 +20,7 @@ import matplotlib.pyplot as plt
 _COLOURS = ("#3b6ea5", "#8fb3d9", "#d1495b", "#5c946e", "#a3c9a8", "#8d6a9f", "#c9a227")
 _OURS = "workmem"
 _SOURCES = ("cold", "vram", "dram", "ssd")
+_WAYS = {"cold": "computed", "own": "vLLM's own\ncache", "dram": "memory tier", "ssd": "disk,\nall restarted"}
 _LABELS = {"cold": "computed", "vram": "vram hit", "dram": "dram hit", "ssd": "ssd hit after a restart"}
 
 
@@ -113,6 +114,62 @@ def plot_store(result: dict[str, Any]) -> plt.Figure:
     return figure
 
 
+def plot_vllm_ttft(result: dict[str, Any]) -> plt.Figure:
+    """Time to first token of each system, one panel per prompt length, logarithmic; whiskers span the pairs."""
+    rows = result["rows"]
+    lengths = sorted({row["prompt_tokens"] for row in rows})
+    names = [name for name in result["systems"] if any(row["system"] == name for row in rows)]
+    sources = list(_WAYS)
+    figure, panels = plt.subplots(
+        1, max(len(lengths), 1), figsize=(12, 4.8), layout="constrained", sharey="row", squeeze=False
+    )
+    for panel, n in zip(panels[0], lengths, strict=False):
+        width = 0.8 / max(len(names), 1)
+        for position, name in enumerate(names):
+            found = {
+                row["source"]: row["ttft_s"]
+                for row in rows
+                if row["prompt_tokens"] == n and row["system"] == name
+            }
+            offset = (position - (len(names) - 1) / 2) * width
+            places = [i + offset for i, source in enumerate(sources) if source in found]
+            values = [found[source] for source in sources if source in found]
+            _bars(panel, places, values, width, name, _COLOURS[position % 6])
+        panel.set_title(f"{n} tokens", fontsize="medium")
+        panel.set_xticks(range(len(sources)), [_WAYS[source] for source in sources])
+        panel.set_yscale("log")
+    panels[0][0].set_ylabel("time to first token, s")
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(
+        handles, labels, ncols=len(names) or 1, fontsize="small", frameon=False, loc="outside lower center"
+    )
+    figure.suptitle(f"vLLM, {result['machine']['cpu']}, {result['machine']['cores']} cores")
+    return figure
+
+
+def plot_fleet(result: dict[str, Any]) -> plt.Figure:
+    """By round: tokens that all agents' prompts cost to compute, and the median time to first token."""
+    rows = result["rows"]
+    names = [name for name in result["systems"] if any(row["arm"] == name for row in rows)]
+    figure, panels = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    for name, colour in zip(names, _COLOURS[: len(names)], strict=True):
+        found = sorted((row for row in rows if row["arm"] == name), key=lambda row: row["round"])
+        rounds = [row["round"] + 1 for row in found]
+        panels[0].plot(rounds, [row["computed"] for row in found], marker="o", color=colour, label=name)
+        panels[1].plot(rounds, [row["ttft_s"]["p50"] for row in found], marker="o", color=colour, label=name)
+    panels[0].set_ylabel("tokens computed, all agents")
+    panels[1].set_ylabel("time to first token, median, s")
+    panels[1].set_yscale("log")
+    for panel in panels:
+        panel.set_xlabel("round")
+    panels[0].legend(fontsize="small", frameon=False)
+    figure.suptitle(
+        f"{result['config']['prompt_tokens']:,} prompt tokens, {result['machine']['cpu']}, "
+        f"{result['machine']['cores']} cores"
+    )
+    return figure
+
+
 def _rate_line(panel: Any, rows: list[dict[str, Any]], name: str, colour: str) -> None:
     """One store; beside ours, the copies that alternated with it."""
     sizes = [row["size"] for row in rows]
@@ -138,6 +195,8 @@ _PLOTS: dict[str, Callable[[dict[str, Any]], plt.Figure]] = {
     "engine": plot_engine,
     "restart": plot_restart,
     "store": plot_store,
+    "vllm-ttft": plot_vllm_ttft,
+    "fleet": plot_fleet,
 }
 
 

@@ -33,9 +33,8 @@ from typing import Any, NamedTuple
 
 from harness import RESULTS, Budget, Journal, add_modes, environment, in_turns, write_result
 from rich.console import Console
-from store_peers.process import StoreWorker
 from store_report import CHAIN_ONLY, KIB, MIB, OURS, against, behind, many_blocks, reaches, summarise, table
-from systems import System, WorkerFailed
+from systems import System, Worker, WorkerFailed
 
 PEERS = Path(__file__).parent / "store_peers"
 GIB = 1 << 30
@@ -118,7 +117,7 @@ class Bench:
         self._journal = journal
         self._console = console
         self._budget = Budget(mode.budget_s)
-        self._kept: dict[str, StoreWorker] = {}
+        self._kept: dict[str, Worker] = {}
         self.absent: dict[str, str] = {}
         self.skipped: list[str] = []
 
@@ -188,16 +187,16 @@ class Bench:
                 worker.close()
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _started(self, name: str) -> StoreWorker:
+    def _started(self, name: str) -> Worker:
         """A fresh process; or the one of the last size, of a system that takes long to start."""
         worker = self._kept.pop(name, None)
         if worker is not None:
             worker.resume()
             return worker
         system = self._systems[name]
-        return StoreWorker(system, self._folder / f"{Path(system.script).stem}.log", START_S)
+        return Worker(system, self._folder / f"{Path(system.script).stem}.log", START_S)
 
-    def _open(self, worker: StoreWorker, unit: Unit) -> None:
+    def _open(self, worker: Worker, unit: Unit) -> None:
         mode = self._mode
         on_disk = worker.system.options["medium"] == "ssd"
         # In memory the store is filled up, so that every put has to make room; filling a disk would take
@@ -213,7 +212,7 @@ class Bench:
         )
         self._journal.record(f"about|{unit.system}", found=answer["about"])
 
-    def _measure(self, worker: StoreWorker, unit: Unit, op: str, clients: int) -> None:
+    def _measure(self, worker: Worker, unit: Unit, op: str, clients: int) -> None:
         mode = self._mode
         key = unit.name(op, clients)
         fields = {**unit._asdict(), "op": op, "clients": clients}

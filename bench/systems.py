@@ -37,6 +37,7 @@ class Worker:
         environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
         # Each system's own way of asking for threads, all with the same number.
         environment |= {"OMP_NUM_THREADS": str(system.options["threads"]), "PYTHONWARNINGS": "ignore"}
+        environment |= system.options.get("environment", {})
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
                 [system.python, WORKERS / system.script, json.dumps(system.options)],
@@ -56,14 +57,12 @@ class Worker:
         self, prompts: Sequence[Sequence[int]], max_tokens: int, timeout_s: float
     ) -> list[tuple[float, int, int]]:
         """Events of one run (see `workers/protocol.py`). Raises WorkerFailed."""
-        assert self._process.stdin is not None
-        request = {"prompts": list(prompts), "max_tokens": max_tokens}
-        self._process.stdin.write(json.dumps(request).encode() + b"\n")
-        self._process.stdin.flush()
-        answer = self._read(timeout_s)
-        if "error" in answer:
-            raise WorkerFailed(answer["error"])
+        answer = self._answer({"prompts": list(prompts), "max_tokens": max_tokens}, timeout_s)
         return [(seconds, index, tokens) for seconds, index, tokens in answer["events"]]
+
+    def ask(self, timeout_s: float, **request: Any) -> dict[str, Any]:
+        """One request to a worker that does several things, its answer. Raises WorkerFailed."""
+        return self._answer(request, timeout_s)["done"]
 
     def pause(self) -> None:
         """Stop all its threads."""
@@ -81,6 +80,18 @@ class Worker:
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             pipe.close()
+
+    def _answer(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise WorkerFailed(f"ended: {_last_line(self._log)}") from None
+        answer = self._read(timeout_s)
+        if "error" in answer:
+            raise WorkerFailed(answer["error"])
+        return answer
 
     def _read(self, timeout_s: float) -> dict[str, Any]:
         assert self._process.stdout is not None

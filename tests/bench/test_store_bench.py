@@ -11,8 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import store_report
-from store_peers.process import StoreWorker
-from systems import System, WorkerFailed
+from systems import System, Worker, WorkerFailed
 
 import store as bench
 
@@ -244,10 +243,10 @@ def test_lookups_are_held_to_the_echo():
 
 
 @pytest.fixture
-def worker(tmp_path: Path, request) -> Iterator[StoreWorker]:
+def worker(tmp_path: Path, request) -> Iterator[Worker]:
     options = {"threads": 2, "folder": str(tmp_path), "dram_bytes": 32 << 20, **request.param}
     system = System("workmem", Path(sys.executable), str(bench.PEERS / "workmem_store.py"), options)
-    worker = StoreWorker(system, tmp_path / "log", 60.0)
+    worker = Worker(system, tmp_path / "log", 60.0)
     yield worker
     worker.close()
 
@@ -258,7 +257,7 @@ def worker(tmp_path: Path, request) -> Iterator[StoreWorker]:
     ids=["dram", "ssd", "host"],
     indirect=True,
 )
-def test_the_store_itself_is_driven(worker: StoreWorker, tmp_path: Path):
+def test_the_store_itself_is_driven(worker: Worker, tmp_path: Path):
     sizes = {"ring_bytes": 64 * SIZE, "read_bytes": 64 * SIZE, "fill_bytes": 0}
     worker.ask(60.0, do="open", size=SIZE, **sizes)
     for op in bench.OPS:

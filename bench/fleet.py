@@ -25,7 +25,17 @@ from statistics import median, quantiles
 from typing import Any, NamedTuple
 
 from fleet_load import Load, Size, load_of
-from harness import RESULTS, Budget, Journal, environment, in_turns, mode_of, parser_of, write_result
+from harness import (
+    RESULTS,
+    Budget,
+    Journal,
+    end_on_sigterm,
+    environment,
+    in_turns,
+    mode_of,
+    parser_of,
+    write_result,
+)
 from restart import layout_of
 from rich.console import Console
 from rich.table import Table
@@ -36,6 +46,8 @@ from vllm_systems import SOURCE, Place, alone, new_tag, ours, sweep
 MAX_TOKENS = 8
 IN_FLIGHT = 2
 POOL_SHARE = 0.25
+POOL_LEAST = 2048
+"""Tokens that an engine wants room for whatever the prompts."""
 BLOCK_TOKENS = 128
 """Of vLLM on a CPU."""
 DRAM, SSD = "1GiB", "16GiB"
@@ -273,7 +285,7 @@ def _beside(mine: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[st
 def arms_of(arguments: argparse.Namespace, size: Size, cores: list[int]) -> list[Arm]:
     """VLLM's where its Python was given, and the embedded engine's."""
     context = size.last + 2 * MAX_TOKENS
-    pool = max(int(POOL_SHARE * size.working_set), IN_FLIGHT * (context + BLOCK_TOKENS))
+    pool = max(int(POOL_SHARE * size.working_set), IN_FLIGHT * (context + BLOCK_TOKENS), POOL_LEAST)
     shared = {
         "model": str(arguments.model),
         "threads": len(cores),
@@ -349,6 +361,7 @@ def main() -> None:
     mode: Mode = mode_of(arguments)
     console = Console()
     out = arguments.out or RESULTS / f"fleet-{mode.name}.json"
+    end_on_sigterm()
     machine = environment()
     config = {
         "mode": arguments.mode._asdict() | {"size": mode.size._asdict()},

@@ -7,8 +7,10 @@ import json
 import os
 import platform
 import random
+import signal
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from importlib import metadata
@@ -119,6 +121,11 @@ def mode_of(arguments: argparse.Namespace) -> Any:
     if arguments.minutes is None:
         return arguments.mode
     return arguments.mode._replace(budget_s=min(arguments.mode.budget_s, 60 * arguments.minutes))
+
+
+def end_on_sigterm() -> None:
+    """End as Ctrl-C ends a run: systems are ended, and what they left in shared memory goes."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
 class Journal:

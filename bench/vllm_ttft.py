@@ -24,7 +24,18 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness import RESULTS, Budget, Journal, Texts, environment, in_turns, mode_of, parser_of, write_result
+from harness import (
+    RESULTS,
+    Budget,
+    Journal,
+    Texts,
+    end_on_sigterm,
+    environment,
+    in_turns,
+    mode_of,
+    parser_of,
+    write_result,
+)
 from rich.console import Console
 from systems import Worker, WorkerFailed
 from vllm_report import Sample, differing, ratios, summarise, table
@@ -343,6 +354,7 @@ def main() -> None:
     mode: Mode = mode_of(arguments)
     console = Console()
     out = arguments.out or RESULTS / f"vllm-ttft-{mode.name}.json"
+    end_on_sigterm()
     machine = environment()
     wanted = kinds(
         arguments.vllm_python, arguments.lmcache_python, arguments.mooncake_python, arguments.only or ()

@@ -27,7 +27,7 @@ SERVER_S = 60.0
 SETTLE_S = 20.0
 QUIET_S = 0.15
 NUDGES = 3
-"""Connectors hear of finished transfers as the engine steps; an idle engine does not."""
+"""Some connectors hear of finished transfers only as the engine computes."""
 
 
 class Servers:
@@ -163,8 +163,7 @@ class Engine:
         while not self._llm.reset_prefix_cache():
             if time.monotonic() > until:
                 return False
-            time.sleep(QUIET_S)
-            self._answers([self._nudge], 2, 1)
+            self._idle()
         return True
 
     def _settle(self) -> float | None:
@@ -177,9 +176,16 @@ class Engine:
                 time.sleep(0.002)
             saved = time.monotonic() - start
         for _ in range(NUDGES):
-            time.sleep(QUIET_S)
             self._answers([self._nudge], 2, 1)
+            self._idle()
         return saved
+
+    def _idle(self) -> None:
+        """Step without a request: so a connector that still holds blocks of ended ones lets them go."""
+        until = time.monotonic() + QUIET_S
+        while time.monotonic() < until:
+            self._engine.step()
+            time.sleep(0.01)
 
 
 def _sources(output: Any) -> dict[str, int] | None:

@@ -423,7 +423,7 @@ def test_the_worker_keeps_only_so_many_in_flight(engine):
 def test_the_worker_empties_the_cache_once_its_blocks_are_let_go(engine, monkeypatch: pytest.MonkeyPatch):
     import vllm_cached
 
-    monkeypatch.setattr(vllm_cached, "QUIET_S", 0.0)
+    monkeypatch.setattr(vllm_cached, "QUIET_S", 0.02)
     engine._llm.held = 5
     assert engine.handle({"do": "reset"}) == {"is_empty": True}
     engine._llm.held = 10**9

@@ -73,7 +73,7 @@ class Sample(NamedTuple):
     """Where they came from as our connector says; None for others."""
     token_ids: list[int]
     saved_s: float | None = None
-    """Of a cold prompt of ours: from its last token until its blocks were in the store."""
+    """Of a cold prompt of ours: how long after its last token its blocks were still on their way to the store."""
 
     @property
     def is_pure(self) -> bool:

@@ -77,7 +77,7 @@ class Request:
 
     @property
     def block_hashes(self) -> Sequence[bytes]:
-        seed = hashlib.sha256((self.cache_salt or "").encode()).digest()
+        seed = hashlib.sha256((self.cache_salt or "").encode(errors="surrogatepass")).digest()
         return block_keys(seed, self.all_token_ids, SIZE)
 
 

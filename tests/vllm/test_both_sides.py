@@ -136,6 +136,17 @@ def test_salts_never_meet(store: Store):
     made.close()
 
 
+def test_a_salt_that_is_no_text_is_a_tenant_like_any_other(store: Store):
+    made = engine(store)
+    serve(made, Request("a", PROMPT, cache_salt="x\ud800"))
+    assert store.flush(5)
+    made.reset()
+    again = Request("b", PROMPT, cache_salt="x\ud800")
+    serve(made, again)
+    assert tokens_of(again)["computed"] == 1
+    made.close()
+
+
 def test_a_new_epoch_hits_nothing_of_before(store: Store):
     made = engine(store)
     serve(made, Request("a", PROMPT))

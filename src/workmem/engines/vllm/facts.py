@@ -85,6 +85,11 @@ class Scope(msgspec.Struct, frozen=True):
     adapter: str = ""
     salt: str = ""
 
+    @classmethod
+    def of(cls, adapter: str, salt: str | None) -> Scope:
+        """As a request says it. A salt may hold what no text can be written with: half a surrogate pair."""
+        return cls(adapter, (salt or "").encode(errors="backslashreplace").decode())
+
 
 class Namespaces:
     """The namespaces of an engine, declared to the store as requests need them."""

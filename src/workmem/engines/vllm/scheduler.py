@@ -67,7 +67,7 @@ class SchedulerSide:
         """
         if adapter is None:
             return
-        tracked = Tracked(request, Scope(adapter, request.cache_salt or ""))
+        tracked = Tracked(request, Scope.of(adapter, request.cache_salt))
         self._requests[request.request_id] = tracked
         self.levers.arrives(tracked)
         keys = tracked.keys(0, request.num_tokens // self._size)

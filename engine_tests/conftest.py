@@ -18,9 +18,17 @@ os.environ.update(
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--model", help="folder of another model than SmolLM2-135M-Instruct, one of full attention"
+    )
+
+
 @pytest.fixture(scope="session")
-def smollm2() -> Path:
-    """Folder of SmolLM2-135M-Instruct, prepared by `make model`."""
+def smollm2(request: pytest.FixtureRequest) -> Path:
+    """Folder of SmolLM2-135M-Instruct, prepared by `make model`, or of the model that was asked for."""
+    if request.config.getoption("--model"):
+        return Path(request.config.getoption("--model"))
     from workmem.config import cache_dir
     from workmem.engines.embedded.prepare import prepare
 

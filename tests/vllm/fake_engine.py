@@ -10,6 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -93,7 +94,7 @@ class FakeVllm:
         self.settings = settings or VllmConfig(load_s=5.0)
         self.side = SchedulerSide(FACTS, fingerprint, store, self.settings)
         self.tensors = [np.full((blocks, FACTS.layer_bytes), 255, dtype=np.uint8) for _ in range(LAYERS)]
-        self.kv = KVBlocks(FACTS.layout(0), [[tensor] for tensor in self.tensors])
+        self.kv = self.blocks_of_tensors()
         self.worker = WorkerSide(store, self.kv, rank=0, load_s=self.settings.load_s)
         self.free: OrderedDict[int, None] = OrderedDict((block, None) for block in range(blocks))
         self.refs = [0] * blocks
@@ -106,6 +107,9 @@ class FakeVllm:
         self.invalid: list[int] = []
         self.asked = 0
         """Times that a request was looked up for."""
+
+    def blocks_of_tensors(self) -> Any:
+        return KVBlocks(FACTS.layout(0), [[tensor] for tensor in self.tensors])
 
     # -- what a client and the engine do
 
@@ -229,21 +233,26 @@ class FakeVllm:
             scheduled[request.request_id] = (request.computed, adds)
 
     def _compute(self, request: Request, has: int, adds: int, bad: set[int]) -> None:
-        keys = request.block_hashes
+        self._forward(request.request_id, request.block_hashes, list(request.blocks), (has, adds), bad)
+        request.computed = has + adds
+        self._cache(request, request.computed)
+
+    def _forward(
+        self, name: str, keys: Sequence[bytes], blocks: list[int], span: tuple[int, int], bad: set[int]
+    ) -> None:
+        has, adds = span
         for index in range(has // SIZE):
-            block = request.blocks[index]
+            block = blocks[index]
             if block in bad:
                 break
             for layer, tensor in enumerate(self.tensors):
                 assert np.array_equal(tensor[block], content(keys[index], layer)), (
-                    f"{request.request_id} reads what is not its own in block {index}"
+                    f"{name} reads what is not its own in block {index}"
                 )
         for index in range(has // SIZE, -(-(has + adds) // SIZE)):
-            block = request.blocks[index]
+            block = blocks[index]
             for layer, tensor in enumerate(self.tensors):
                 tensor[block] = content(keys[index], layer) if (index + 1) * SIZE <= has + adds else 255
-        request.computed = has + adds
-        self._cache(request, request.computed)
 
     def _settle(
         self, scheduled: dict[str, tuple[int, int]], by_name: dict[str, Request], bad: set[int]

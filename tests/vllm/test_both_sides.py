@@ -20,6 +20,7 @@ from workmem.core.keys import BlockKey
 from workmem.engines.vllm.config import VllmConfig
 from workmem.engines.vllm.facts import Scope
 from workmem.engines.vllm.kv_blocks import KVBlocks
+from workmem.engines.vllm.steps import Loaded, SaveOp, StepReport
 from workmem.store.config import DramConfig, SsdConfig, StoreConfig
 from workmem.store.contract import BlockId, PageWrite
 from workmem.store.store import Store
@@ -232,7 +233,8 @@ def test_pages_are_not_loaded_into_a_block_that_is_still_being_saved(store: Stor
     made = engine(store)
     serve(made, Request("a", PROMPT))
     assert store.flush(5)
-    made.worker._pending.begin(7)
+    reading = made.kv.begin_out(7, None)
+    made.worker._pending.begin(7, reading)
     made.side.arrives(request := Request("b", PROMPT))
     made.side.match(request, 0)
     made.side.allocated(request, [7, 8, 9, 10, 11, 12], 6 * SIZE)
@@ -241,9 +243,60 @@ def test_pages_are_not_loaded_into_a_block_that_is_still_being_saved(store: Stor
     loading.start()
     loading.join(0.1)
     assert loading.is_alive()
-    made.worker._pending.end(7)
+    made.worker._pending.end(7, reading)
     loading.join(5)
     assert not loading.is_alive()
+    made.close()
+
+
+def full_blocks(saves: Sequence[SaveOp]) -> list[tuple[int, ...]]:
+    return [save.blocks for save in saves]
+
+
+def test_tokens_that_are_not_known_yet_are_not_saved(store: Store):
+    """Where steps overlap, a step has tokens of the one before it that were not sampled yet."""
+    made = engine(store)
+    request = Request("a", PROMPT[: 2 * SIZE + 3])
+    made.side.arrives(request)
+    table = list(range(10, 20))
+    assert full_blocks(made.side.plan({"a": (0, 2 * SIZE + 3)}, lambda _: table).saves) == [(10, 11)]
+    # Computes a token of which nobody knows what it is, and with it fills the third block.
+    assert made.side.plan({"a": (2 * SIZE + 3, 1)}, lambda _: table).saves == []
+    request.all_token_ids.append(5)
+    assert full_blocks(made.side.plan({"a": (3 * SIZE, 1)}, lambda _: table).saves) == [(12,)]
+    made.close()
+
+
+def test_what_drafts_may_write_again_is_not_taken_back_too_early(store: Store):
+    """Drafts that may be turned down count as tokens that a request has, and are written behind those it computes."""
+    made = engine(store)
+    made.side.arrives(Request("a", PROMPT[: 2 * SIZE - 1]))
+    plan = made.side.plan({"a": (2 * SIZE + 2, 1)}, lambda _: [10, 11, 12, 13])
+    assert plan.written == [11, 12, 13]
+    made.close()
+
+
+def test_nothing_computed_on_a_load_is_saved_before_its_end_is_known(store: Store):
+    made = engine(store)
+    serve(made, Request("a", PROMPT[: 2 * SIZE + 1]))
+    assert store.flush(5)
+    made.reset()
+    first, other = Request("b", PROMPT), Request("c", [*PROMPT[: 2 * SIZE], *range(6 * SIZE)])
+    tables = {"b": list(range(10, 17)), "c": [10, 11, *range(20, 26)]}
+    for request in (first, other):
+        made.side.arrives(request)
+    assert made.side.match(first, 0) == (2 * SIZE, False)
+    made.side.allocated(first, tables["b"], 2 * SIZE)
+    made.side.match(other, 2 * SIZE)
+    steps = {"b": (2 * SIZE, 2 * SIZE), "c": (2 * SIZE, 2 * SIZE)}
+    # Nor of the other one, which found in vLLM's own cache what is only promised.
+    assert made.side.plan(steps, tables.get).saves == []
+    # The next step is planned before the first one has ended.
+    steps = {"b": (4 * SIZE, SIZE), "c": (4 * SIZE, SIZE)}
+    assert made.side.plan(steps, tables.get).saves == []
+    made.side.heard(StepReport({"b": Loaded("b", 1, "corrupt")}))
+    steps = {"b": (SIZE, 2 * SIZE), "c": (SIZE, 2 * SIZE)}
+    assert full_blocks(made.side.plan(steps, tables.get).saves) == [(11, 12), (20,)]
     made.close()
 
 

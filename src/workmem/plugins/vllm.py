@@ -179,6 +179,12 @@ class WorkmemConnector(KVConnectorBase_V1, SupportsHMA):
         """The engine's tensors are there: open the worker's side."""
         self._guard.call(lambda: self._open_worker(kv_caches), None)
 
+    def unregister_kv_caches(self) -> None:
+        """Before sleep, since vLLM 0.33: the tensors' memory goes, and comes back in the same place."""
+        side = self._worker
+        if side is not None:
+            self._guard.call(side.before_sleep, None)
+
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """See `WorkerSide.before_step`: vLLM calls this in every step, before anything is written."""
         side = self._worker

@@ -11,6 +11,7 @@ from typing import Any
 from vllm.platforms import current_platform
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vllm.version import __version__ as vllm_version
 
 from workmem.engines.vllm.facts import EngineFacts
@@ -69,10 +70,19 @@ def _refusal(vllm_config: Any, kv_cache_config: Any) -> str:
         return "prefix caching is off: start vLLM without --no-enable-prefix-caching"
     if len(groups) != 1:
         return f"this model keeps KV in {len(groups)} groups (sliding windows or states), which is not supported yet"
-    if kv_cache_config.hash_block_size not in (None, groups[0].kv_cache_spec.block_size):
+    spec = groups[0].kv_cache_spec
+    # Not what is derived from them: in the tables of others some blocks are null, or are filled in another order.
+    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
+        return (
+            f"this model keeps KV as {type(spec).__name__}, and only full attention and MLA are supported yet"
+        )
+    if kv_cache_config.hash_block_size not in (None, spec.block_size):
         return "blocks are hashed in parts"
-    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+    parallel = vllm_config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
         return "pipeline parallelism is not supported yet"
+    if max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1:
+        return "context parallelism is not supported yet: a block is then shared out among workers"
     return ""
 
 

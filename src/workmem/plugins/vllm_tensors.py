@@ -1,35 +1,33 @@
 # pyright: reportMissingImports=false
-"""vLLM's KV tensors as the rows that `KVBlocks` copies."""
+"""vLLM's KV tensors as the blocks that the worker's side moves."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
-from workmem.core.errors import InvariantError
-from workmem.core.layout import KVLayout
-from workmem.engines.vllm.kv_blocks import KVBlocks, Rows
+from workmem.engines.vllm.kv_blocks import KVBlocks
+from workmem.plugins.vllm_device import DeviceBlocks
+from workmem.plugins.vllm_views import views_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    import torch
 
-def blocks_of(kv_caches: Mapping[str, torch.Tensor], layout: KVLayout, count: int) -> KVBlocks:
-    """Blocks of tensors in the processor's memory, layers in vLLM's order. Raises InvariantError on a layout not known."""
-    return KVBlocks(layout, [_parts(name, tensor, count) for name, tensor in kv_caches.items()])
-
-
-def _parts(name: str, tensor: torch.Tensor, count: int) -> list[Rows]:
-    if tensor.device.type != "cpu":
-        raise InvariantError(f"{name} is on {tensor.device}")
-    shape = tuple(tensor.shape)
-    if shape[0] == count and tensor[0].is_contiguous():
-        return [_rows(tensor)]
-    if shape[1] == count and tensor[0, 0].is_contiguous():
-        return [_rows(part) for part in tensor]
-    raise InvariantError(f"{name}: no dimension of {shape} counts the {count} blocks")
+    from workmem.core.layout import KVLayout
+    from workmem.engines.vllm.kv_blocks import Rows
+    from workmem.engines.vllm.moving import EngineBlocks
 
 
-def _rows(tensor: torch.Tensor) -> Rows:
-    return tensor.view(torch.uint8).reshape(len(tensor), -1).numpy()
+def blocks_of(kv_caches: Mapping[str, torch.Tensor], layout: KVLayout, count: int) -> EngineBlocks:
+    """Blocks of `count`, layers in vLLM's order. Raises InvariantError on an order of bytes that is not understood."""
+    if next(iter(kv_caches.values())).device.type != "cpu":
+        return DeviceBlocks(layout, views_of(kv_caches, count))
+    return KVBlocks(layout, [_rows(name, tensor, count) for name, tensor in kv_caches.items()])
+
+
+def _rows(name: str, tensor: torch.Tensor, count: int) -> list[Rows]:
+    (view,) = views_of({name: tensor}, count)
+    if view[0].is_contiguous():
+        return [view.flatten(1).numpy()]
+    return [part.flatten(1).numpy() for part in view.unbind(1)]

@@ -6,7 +6,8 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("vllm.workmem")
+"""Below vLLM's own logger: what is outside it, nobody sees."""
 
 T = TypeVar("T")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import xxhash
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from workmem.core.errors import InvariantError
 from workmem.core.layout import KVLayout
+from workmem.engines.vllm.moving import Fence, Mark
 from workmem.store.copying import native_copy
 
 _NATIVE_BYTES_MIN = 256
@@ -82,6 +83,28 @@ class KVBlocks:
             for part in rows:
                 part[block] = 0
 
+    # -- as `EngineBlocks`: the engine's thread has done its work when it comes here, and nothing is left to a queue
+
+    def mark(self) -> Mark:
+        """See `EngineBlocks`."""
+        return None
+
+    def begin_out(self, block: int, after: Mark) -> _Block:
+        """See `EngineBlocks`: it is read by `copy_into`."""
+        del after
+        return _Block(self, block)
+
+    def begin_in(self, after: Mark, fences: Iterable[Fence], *, is_aside: bool) -> KVBlocks:
+        """See `EngineBlocks`."""
+        del after, fences, is_aside
+        return self
+
+    def hold(self, fences: Iterable[Fence]) -> None:
+        """There are none."""
+
+    def end(self) -> None:
+        """All is in place."""
+
     def _copy_slices(self, block: int, page: NDArray[np.uint8], *, is_out: bool) -> tuple[int, ...]:
         native, sums = self._native, self._sums()
         assert native is not None
@@ -93,3 +116,23 @@ class KVBlocks:
             native(target, source, bounds, sums_at + 8 * index, 1)
             page_at += step
         return tuple(sums)
+
+
+class _Block:
+    """See `Reading`."""
+
+    fence: Fence | None = None
+
+    def __init__(self, blocks: KVBlocks, block: int) -> None:
+        self._blocks = blocks
+        self._block = block
+
+    def issue(self) -> None:
+        """Nobody reads for us."""
+
+    def copy_into(self, into: memoryview) -> tuple[int, ...]:
+        """See `Reading`."""
+        return self._blocks.copy_out(self._block, into)
+
+    def end(self) -> None:
+        """It took no room."""

@@ -1,16 +1,18 @@
-"""Blocks that are still being copied away: the engine may have them back once that is done, and not before."""
+"""Blocks that are still being copied away: the engine may have them back once they have been read, and not before."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
 
+from workmem.engines.vllm.moving import Fence, Reading
+
 
 class PendingSaves:
-    """How many copies are under way from each block. Saves only read: several of one block may overlap."""
+    """Which copies are under way from each block. Saves only read: several of one block may overlap."""
 
     def __init__(self) -> None:
-        self._counts: dict[int, int] = {}
+        self._readings: dict[int, list[Reading]] = {}
         self._change = threading.Condition()
         self.is_over = False
         """Nobody waits for copies any more: the engine may write to any block while it is read."""
@@ -18,31 +20,49 @@ class PendingSaves:
         """Times that the engine had to wait, because it wanted a block back at once."""
 
     def __len__(self) -> int:
-        return len(self._counts)
+        return len(self._readings)
 
-    def begin(self, block: int) -> None:
+    def begin(self, block: int, reading: Reading) -> None:
         """A copy of `block` is asked for."""
         with self._change:
-            self._counts[block] = self._counts.get(block, 0) + 1
+            self._readings.setdefault(block, []).append(reading)
 
-    def end(self, block: int) -> None:
-        """One was made, or given up: it reads no more."""
+    def issued(self) -> None:
+        """A copy that was asked for before has got its fence."""
         with self._change:
-            left = self._counts[block] - 1
-            if left:
-                self._counts[block] = left
-            else:
-                del self._counts[block]
+            self._change.notify_all()
+
+    def end(self, block: int, reading: Reading) -> None:
+        """It was made, or given up: it reads no more."""
+        with self._change:
+            left = self._readings[block]
+            left.remove(reading)
+            if not left:
+                del self._readings[block]
                 self._change.notify_all()
 
-    def wait_for(self, blocks: Iterable[int], timeout_s: float) -> bool:
-        """Return once no copy is made from any of `blocks`. False on timeout."""
+    def wait_for(self, blocks: Iterable[int], timeout_s: float) -> list[Fence] | None:
+        """Return once each copy made from any of `blocks` is over or has a fence: those fences. None on timeout."""
         # Read without the lock: only the thread that asks here begins copies.
-        if not self._counts:
-            return True
-        wanted = self._counts.keys() & set(blocks)
-        if not wanted:
-            return True
+        if not self._readings:
+            return []
         with self._change:
-            self.waits += 1
-            return self._change.wait_for(lambda: self._counts.keys().isdisjoint(wanted), timeout_s)
+            wanted = self._readings.keys() & set(blocks)
+            if self._open(wanted):
+                self.waits += 1
+                if not self._change.wait_for(lambda: not self._open(wanted), timeout_s):
+                    return None
+            return [
+                reading.fence
+                for block in wanted
+                for reading in self._readings.get(block, ())
+                if reading.fence is not None
+            ]
+
+    def drain(self, timeout_s: float) -> bool:
+        """Return once nothing is under way. False on timeout."""
+        with self._change:
+            return self._change.wait_for(lambda: not self._readings, timeout_s)
+
+    def _open(self, blocks: Iterable[int]) -> bool:
+        return any(reading.fence is None for block in blocks for reading in self._readings.get(block, ()))

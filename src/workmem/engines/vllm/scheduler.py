@@ -46,6 +46,8 @@ class SchedulerSide:
         self._denied = Denied(settings.deny_s, clock)
         self._requests: dict[str, Tracked] = {}
         self._loads: list[LoadOp] = []
+        self._unheard: dict[str, frozenset[int]] = {}
+        """Blocks of loads inside a step whose end was not heard of yet, by request."""
         self._prefetched_bytes = 0
         self._announcer = Announcer(self._tiers_of, self._size, clock) if announces else None
         self.levers = Levers(
@@ -116,12 +118,15 @@ class SchedulerSide:
         tracked.promised = tracked.promised[:count]
         tracked.load_from = first
         space, _ = self._namespaces.of(tracked.scope)
+        into = tuple(blocks[first : first + count])
+        if not tracked.is_async:
+            self._unheard[request.request_id] = frozenset(into)
         self._loads.append(
             LoadOp(
                 request=request.request_id,
                 namespace=space,
                 keys=tracked.keys(first, first + count),
-                blocks=tuple(blocks[first : first + count]),
+                blocks=into,
                 is_async=tracked.is_async,
             )
         )
@@ -137,18 +142,28 @@ class SchedulerSide:
     def plan(
         self, scheduled: Mapping[str, tuple[int, int]], table: Callable[[str], Sequence[int] | None]
     ) -> StepPlan:
-        """The next step. `scheduled`: request to the tokens it has and those it computes now; `table`: its blocks."""
+        """The next step. `scheduled`: request to the tokens it has and those it computes now; `table`: its blocks.
+
+        Where steps overlap, `has` counts tokens of steps under way: some are not known yet, and drafts among them may
+        be turned down, and computed again.
+        """
         plan = StepPlan(loads=self._loads)
         self._loads = []
         running: list[tuple[Tracked, int]] = []
+        unheard = frozenset[int]().union(*self._unheard.values())
         for name, (has, adds) in scheduled.items():
             tracked, blocks = self._requests.get(name), table(name)
             if blocks is None:
                 continue
-            plan.written += blocks[has // self._size : -(-(has + adds) // self._size)]
-            if tracked is not None:
-                tracked.runs = True
-                running.append((tracked, has + adds))
+            first = has if tracked is None else min(has, max(0, tracked.request.num_tokens - 1))
+            # To the end of the table: drafts are written behind what is counted.
+            plan.written += blocks[first // self._size :]
+            if tracked is None:
+                continue
+            tracked.runs = True
+            running.append((tracked, has + adds))
+            # What is computed on a block that did not arrive is worth nothing, and only all workers together know.
+            if unheard.isdisjoint(blocks):
                 self._plan_save(plan, tracked, blocks, has + adds)
         self.levers.steps(running)
         return plan
@@ -156,6 +171,7 @@ class SchedulerSide:
     def heard(self, report: StepReport) -> None:
         """What the workers say of loads that have ended."""
         for name, load in report.loads.items():
+            self._unheard.pop(name, None)
             tracked = self._requests.get(name)
             if tracked is None:
                 continue
@@ -279,7 +295,10 @@ class SchedulerSide:
             self._give_back(lease)
 
     def _plan_save(self, plan: StepPlan, tracked: Tracked, blocks: Sequence[int], computed: int) -> None:
-        """Save the blocks that are full after this step and that the store was not seen to have."""
+        """Save the blocks that are full after this step and that the store was not seen to have.
+
+        Only of known tokens are there keys: what was sampled in a step under way is saved with a later one.
+        """
         first = tracked.saved
         keys = tracked.keys(first, computed // self._size)
         if not keys:

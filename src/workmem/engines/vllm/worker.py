@@ -1,7 +1,8 @@
 """The side of the connector that runs beside the model: pages into blocks, and blocks into pages.
 
 Saving is behind the engine: the store's thread copies from the engine's blocks, and a step that is about to write
-to one of them waits for its copy first (`before_step`). Pages from below dram are loaded behind it as well.
+to one of them waits for its copy first (`before_step`): by itself where the blocks are on a device, else with the
+engine's thread. Pages from below dram are loaded behind it as well.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from collections.abc import Callable
 from workmem.core.errors import CapacityError, LeaseError
 from workmem.core.keys import BlockKey
 from workmem.core.layout import Namespace
-from workmem.engines.vllm.kv_blocks import KVBlocks
+from workmem.engines.vllm.moving import EngineBlocks, Fence, Filling, Mark, Reading
 from workmem.engines.vllm.pending import PendingSaves
 from workmem.engines.vllm.steps import Loaded, LoadOp, SaveOp, StepPlan, StepReport
 from workmem.store.contract import BlockId, KVStore, Lease, PageWrite, SaveState
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("vllm.workmem")
 
 SYNC_LOAD_S = 1.0
 """Longest that a step waits for pages that were in dram when they were promised."""
@@ -32,7 +33,7 @@ _LEASE_S = 60.0
 class WorkerSide:
     """Of one worker of rank `rank`. Called by the engine's thread; two threads of its own and the store's do the rest."""
 
-    def __init__(self, store: KVStore, blocks: KVBlocks, *, rank: int, load_s: float) -> None:
+    def __init__(self, store: KVStore, blocks: EngineBlocks, *, rank: int, load_s: float) -> None:
         self.counts: Counter[str] = Counter()
         self._store = store
         self._blocks = blocks
@@ -46,7 +47,7 @@ class WorkerSide:
         self._arrived: set[str] = set()
         """Of those, the requests that waited aside."""
         self._failed: set[int] = set()
-        self._jobs: queue.SimpleQueue[LoadOp | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[LoadOp, Mark] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._load_behind, name="workmem-vllm-load", daemon=True)
         self._thread.start()
 
@@ -54,21 +55,28 @@ class WorkerSide:
 
     def before_step(self, plan: StepPlan) -> None:
         """Nothing is read any more from blocks that this step writes to. Raises RuntimeError where a copy never ends."""
-        self._free(plan.written)
+        self._blocks.hold(self._free(plan.written))
 
     def load(self, plan: StepPlan) -> None:
         """Load what the step computes with; begin to load what it does not."""
+        if not plan.loads:
+            return
+        # Whoever had the blocks before may still be at them, and so may vLLM's own zeroing of new ones.
+        mark = self._blocks.mark()
         for op in plan.loads:
             if op.is_async:
-                self._jobs.put(op)
+                self._jobs.put((op, mark))
             else:
-                self._end(op, *self._loaded(op, SYNC_LOAD_S))
+                self._end(op, *self._loaded(op, mark, SYNC_LOAD_S))
 
     def save(self, plan: StepPlan) -> None:
         """The step is over: save the blocks that it completed, behind the engine."""
+        if not plan.saves:
+            return
+        mark = self._blocks.mark()
         for op in plan.saves:
             root = self._root(op.namespace)
-            self._store.save(root, self._writes(op, root))
+            self._store.save(root, self._writes(op, root, mark))
 
     def fail(self, plan: StepPlan, why: str) -> None:
         """Nothing of `plan` is loaded: say so for all of it."""
@@ -98,6 +106,11 @@ class WorkerSide:
             found, self._ended = self._ended, {}
         return StepReport(loads=found) if found else None
 
+    def before_sleep(self) -> None:
+        """The blocks' memory is about to go. Raises RuntimeError where a copy from it never ends."""
+        if not self._pending.drain(SAVE_WAIT_S):
+            raise RuntimeError(f"blocks were still being copied after {SAVE_WAIT_S:g} s")
+
     def close(self) -> None:
         """Finish what is queued and stop."""
         self._jobs.put(None)
@@ -106,17 +119,18 @@ class WorkerSide:
     # -- loading
 
     def _load_behind(self) -> None:
-        while (op := self._jobs.get()) is not None:
+        while (job := self._jobs.get()) is not None:
+            op, mark = job
             try:
-                pages, why = self._loaded(op, self._load_s)
+                pages, why = self._loaded(op, mark, self._load_s)
             except Exception as error:  # thread main: whoever waits for the load must hear of its end
                 log.exception("loading pages met a bug of ours; their tokens are computed")
                 pages, why = 0, str(error)
             self._end(op, pages, why)
 
-    def _loaded(self, op: LoadOp, wait_s: float) -> tuple[int, str]:
+    def _loaded(self, op: LoadOp, mark: Mark, wait_s: float) -> tuple[int, str]:
         """Bring pages into blocks. How many are in place, from the first on, and why the next one is not."""
-        self._free(op.blocks)
+        fences = self._free(op.blocks)
         try:
             lease = self._store.lease(self._root(op.namespace), op.keys, owner=op.request, ttl_s=_LEASE_S)
         except CapacityError as error:
@@ -126,7 +140,11 @@ class WorkerSide:
             lease.on_settled(settled.set)
             settled.wait(wait_s)
             ready = lease.ready
-            copied = self._copied(lease, op.blocks[:ready])
+            into = self._blocks.begin_in(mark, fences, is_aside=op.is_async)
+            try:
+                copied = self._copied(lease, op.blocks[:ready], into)
+            finally:
+                into.end()
             if copied < ready:
                 return copied, "corrupt"
             failed = lease.failed
@@ -134,20 +152,20 @@ class WorkerSide:
         finally:
             lease.release()
 
-    def _copied(self, lease: Lease, blocks: tuple[int, ...]) -> int:
+    def _copied(self, lease: Lease, blocks: tuple[int, ...], into: Filling) -> int:
         """How many pages, from the first on, were copied and are what was stored (R3, R6)."""
         for index, block in enumerate(blocks):
             try:
                 wanted = lease.checksums(index)
                 with lease.page(index) as page:
-                    found = self._blocks.copy_in(block, page)
+                    found = into.copy_in(block, page)
                 if found == wanted:
                     continue
                 self.counts["corrupt"] += 1
                 lease.quarantine(index)
             except LeaseError as error:
                 log.info("a page was lost while it was loaded: %s", error)
-            self._blocks.clear(block)
+            into.clear(block)
             return index
         return len(blocks)
 
@@ -162,21 +180,26 @@ class WorkerSide:
 
     # -- saving
 
-    def _writes(self, op: SaveOp, root: bytes) -> list[PageWrite]:
+    def _writes(self, op: SaveOp, root: bytes, mark: Mark) -> list[PageWrite]:
         size = self._blocks.layout.block_tokens
         writes: list[PageWrite] = []
         parent = op.parent or root
         for index, (key, block) in enumerate(zip(op.keys, op.blocks, strict=True)):
             tokens = op.tokens[index * size : (index + 1) * size]
             block_id = BlockId(key=key, parent=parent, tokens=tokens, depth=op.depth + index)
-            self._pending.begin(block)
-            writes.append(PageWrite(block=block_id, copy_into=self._copier(block), done=self._done(block)))
+            reading = self._blocks.begin_out(block, mark)
+            self._pending.begin(block, reading)
+            writes.append(
+                PageWrite(block=block_id, copy_into=self._copier(reading), done=self._done(block, reading))
+            )
             parent = BlockKey(key)
         return writes
 
-    def _copier(self, block: int) -> Callable[[memoryview], tuple[int, ...]]:
+    def _copier(self, reading: Reading) -> Callable[[memoryview], tuple[int, ...]]:
         def copy(into: memoryview) -> tuple[int, ...]:
-            sums = self._blocks.copy_out(block, into)
+            reading.issue()
+            self._pending.issued()
+            sums = reading.copy_into(into)
             if self._pending.is_over:
                 # Half of it may be of another context: such a page must not become visible (R2).
                 raise RuntimeError("the engine had the block back before it was copied")
@@ -184,16 +207,19 @@ class WorkerSide:
 
         return copy
 
-    def _done(self, block: int) -> Callable[[SaveState], None]:
+    def _done(self, block: int, reading: Reading) -> Callable[[SaveState], None]:
         def done(state: SaveState) -> None:
-            self._pending.end(block)
+            reading.end()
+            self._pending.end(block, reading)
             self.counts[f"pages_{state.value}"] += 1
 
         return done
 
-    def _free(self, blocks: tuple[int, ...] | list[int]) -> None:
-        if not self._pending.wait_for(blocks, SAVE_WAIT_S):
+    def _free(self, blocks: tuple[int, ...] | list[int]) -> list[Fence]:
+        fences = self._pending.wait_for(blocks, SAVE_WAIT_S)
+        if fences is None:
             raise RuntimeError(f"a block was still being copied after {SAVE_WAIT_S:g} s")
+        return fences
 
     def _root(self, first: Namespace) -> bytes:
         root = self._roots.get(first)

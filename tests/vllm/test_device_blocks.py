@@ -452,7 +452,7 @@ def test_traffic_far_ahead_of_the_store_needs_the_engine_to_wait(
 ):
     slow_store(monkeypatch)
     no_hold(monkeypatch)
-    assert not is_right_in_traffic(tmp_path, (("engine",), 0))
+    assert not all(is_right_in_traffic(tmp_path / str(seed), (("engine",), seed)) for seed in range(20))
 
 
 @pytest.mark.parametrize("order", ORDERS[::3])
@@ -471,7 +471,8 @@ def test_traffic_needs_each_wait(
     monkeypatch: pytest.MonkeyPatch,
 ):
     without(monkeypatch)
-    assert not all(is_right_in_traffic(tmp_path / str(seed), ((first,), seed)) for seed in range(3))
+    # Whether a run meets the fault is chance, as threads take turns by chance: most need one or two.
+    assert not all(is_right_in_traffic(tmp_path / str(seed), ((first,), seed)) for seed in range(20))
 
 
 def test_copies_without_room_take_turns():

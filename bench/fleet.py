@@ -30,6 +30,7 @@ from harness import (
     Budget,
     Journal,
     end_on_sigterm,
+    end_run,
     environment,
     in_turns,
     mode_of,
@@ -400,12 +401,7 @@ def main() -> None:
     write_result(out, body)
     for shown in table(rows, summed):
         console.print(shown)
-    if bench.skipped:
-        console.print(f"written to {out}; run the same command again to fill what time left out")
-        return
-    journal.close()
-    shutil.rmtree(folder, ignore_errors=True)
-    console.print(f"written to {out}")
+    console.print(end_run(journal, out, folder, bench.skipped))
 
 
 if __name__ == "__main__":

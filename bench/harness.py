@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import random
+import shutil
 import signal
 import statistics
 import subprocess
@@ -183,6 +184,15 @@ def write_result(path: Path, body: dict[str, Any]) -> None:
     partial = path.with_suffix(".tmp")
     partial.write_text(json.dumps(body, indent=1, sort_keys=False) + "\n")
     partial.replace(path)
+
+
+def end_run(journal: Journal, out: Path, folder: Path, skipped: Any) -> str:
+    """Forget what a run was to go on from, unless it left something out. What to say of it."""
+    if skipped:
+        return f"written to {out}; run the same command again to fill what time left out"
+    journal.close()
+    shutil.rmtree(folder, ignore_errors=True)
+    return f"written to {out}"
 
 
 class Texts:

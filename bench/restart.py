@@ -33,7 +33,18 @@ from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
-from harness import RESULTS, Budget, Journal, Texts, environment, mode_of, parser_of, spread, write_result
+from harness import (
+    RESULTS,
+    Budget,
+    Journal,
+    Texts,
+    end_run,
+    environment,
+    mode_of,
+    parser_of,
+    spread,
+    write_result,
+)
 from rates import RawRates
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
@@ -404,12 +415,7 @@ def main() -> None:
     }
     write_result(out, body)
     console.print(table(rows))
-    if bench.skipped:
-        console.print(f"written to {out}; run the same command again to fill what time left out")
-        return
-    journal.close()
-    shutil.rmtree(folder)
-    console.print(f"written to {out}")
+    console.print(end_run(journal, out, folder, bench.skipped))
 
 
 if __name__ == "__main__":

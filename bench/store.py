@@ -31,7 +31,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness import RESULTS, Budget, Journal, add_modes, environment, in_turns, write_result
+from harness import RESULTS, Budget, Journal, add_modes, end_run, environment, in_turns, write_result
 from rich.console import Console
 from store_report import CHAIN_ONLY, KIB, MIB, OURS, against, behind, many_blocks, reaches, summarise, table
 from systems import System, Worker, WorkerFailed
@@ -403,12 +403,7 @@ def main() -> None:
         console.print(f"{mark} {reach['what']}: {reach['measured']:.3g} (bound {reach['bound']:.3g})")
     for line in body["behind"]:
         console.print(f"not ahead of {line}")
-    if bench.skipped:
-        console.print(f"written to {out}; run the same command again to fill what time left out")
-        return
-    journal.close()
-    shutil.rmtree(folder, ignore_errors=True)
-    console.print(f"written to {out}")
+    console.print(end_run(journal, out, folder, bench.skipped))
 
 
 if __name__ == "__main__":

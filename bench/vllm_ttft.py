@@ -30,6 +30,7 @@ from harness import (
     Journal,
     Texts,
     end_on_sigterm,
+    end_run,
     environment,
     in_turns,
     mode_of,
@@ -398,12 +399,7 @@ def main() -> None:
     for shown in table(rows, compared):
         console.print(shown)
     console.print(f"answers that differ from vLLM's own: {len(differ)}")
-    if bench.skipped:
-        console.print(f"written to {out}; run the same command again to fill what time left out")
-        return
-    journal.close()
-    shutil.rmtree(folder, ignore_errors=True)
-    console.print(f"written to {out}")
+    console.print(end_run(journal, out, folder, bench.skipped))
 
 
 if __name__ == "__main__":

@@ -9,10 +9,7 @@ from workmem.core.events import EventSink
 from workmem.core.units import parse_bytes
 from workmem.store.breaker import Breaker
 from workmem.store.catalog import Promotion
-from workmem.store.codecs.contract import Codec
-from workmem.store.codecs.sealing import Keyring
-from workmem.store.config import StoreConfig
-from workmem.store.device import BlockDevice
+from workmem.store.config import SsdConfig
 from workmem.store.pool import Pool
 from workmem.store.reader import ReaderThreads
 from workmem.store.rebuilding import Rebuilding
@@ -29,29 +26,21 @@ from workmem.store.writer import WriterThread
 class Below:
     """Opened with the store; where nothing is configured it holds nothing and does nothing.
 
-    Raises ConfigError on settings that can never work, and on a folder that is not to be taken.
+    Raises ConfigError on a folder that is not to be taken.
     """
 
     def __init__(
-        self,
-        config: StoreConfig,
-        pool: Pool,
-        device: BlockDevice,
-        sink: EventSink,
-        clock: Clock,
-        *,
-        codec: Codec,
-        keyring: Keyring | None,
+        self, opening: TierOpening, config: SsdConfig, pool: Pool, sink: EventSink, clock: Clock
     ) -> None:
-        self._config = config
+        self.opening = opening
+        self._readers = config.readers
         self._pool = pool
         self._sink = sink
         self._clock = clock
-        self._rate = parse_bytes(config.ssd.scrub_bytes_per_s, "$.store.ssd.scrub_bytes_per_s")
-        self.opening = TierOpening(config, pool, device, sink, codec=codec, keyring=keyring)
-        self.breaker = Breaker(clock, sink, config.ssd.retry_s, pool.state.below)
+        self._rate = parse_bytes(config.scrub_bytes_per_s, "$.store.ssd.scrub_bytes_per_s")
+        self.breaker = Breaker(clock, sink, config.retry_s, pool.state.below)
         attached = None if self.opening.is_ssd else AttachedReader(pool, self.breaker, clock, sink)
-        self.life = Rebuilding(pool, self.opening, self.breaker, attached, clock, config.ssd.retry_s)
+        self.life = Rebuilding(pool, self.opening, self.breaker, attached, clock, config.retry_s)
         if self.opening.is_wanted:
             self.life.start()
         self.reader: ReaderThreads | AttachedReader | None = attached
@@ -77,7 +66,7 @@ class Below:
                 self.breaker,
                 self._clock,
                 self._sink,
-                self._config.ssd.readers,
+                self._readers,
             )
         self._writer = WriterThread(self._pool, self.life, self.breaker)
         if self._rate and (scrubber := self.scrub(self._rate)) is not None:

@@ -37,6 +37,7 @@ from workmem.store.ssd_index import StoredPage
 from workmem.store.steering import PinDesk, QuotaDesk, set_quotas
 from workmem.store.ticker import TickerThread
 from workmem.store.tiers.free_space import parse_keep_free
+from workmem.store.tiers.opening import TierOpening
 from workmem.store.tiers.ssd import SsdTier
 
 log = logging.getLogger(__name__)
@@ -83,19 +84,13 @@ class Store:
         self._quotas = QuotaDesk(self._pool.state, None, 0)
         try:
             set_quotas(self._quotas, config.quotas, TierName.DRAM)
-            self._below = Below(
-                config,
-                self._pool,
-                device or HostDevice(),
-                sink,
-                self._clock,
-                codec=self._codec,
-                keyring=keyring,
+            opening = TierOpening(
+                config, self._pool, device or HostDevice(), sink, codec=self._codec, keyring=keyring
             )
+            self._below = Below(opening, config.ssd, self._pool, sink, self._clock)
         except BaseException:
             self._arena.close()
             raise
-        opening = self._below.opening
         if opening.is_ssd and opening.index is not None:
             self._quotas = QuotaDesk(self._pool.state, opening.index, opening.promised_bytes)
         self._saver = SaverThread(self._pool, sink, config.save_queue_pages)

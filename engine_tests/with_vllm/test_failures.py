@@ -153,13 +153,53 @@ def test_a_full_store_drops_and_goes_on(engine):
     wait_until_attached(engine)
 
 
+def on_again(engine) -> None:
+    """As after a start: a bug turns a side off for good."""
+    for side in (engine.connector, engine.worker):
+        side._guard.off = ""
+    engine.worker._worker._pending.is_over = False
+
+
 def test_a_bug_of_ours_in_the_scheduler_is_contained(engine, monkeypatch):
     side = engine.connector._scheduler
     monkeypatch.setattr(side, "match", lambda *_: 1 / 0)
     (answer,) = engine.ask(prompt(100, 600))
     assert len(answer.outputs[0].token_ids) == 8
     assert "ZeroDivisionError" in engine.connector._guard.off
-    engine.connector._guard.off = ""
+    monkeypatch.undo()
+    on_again(engine)
+
+
+@pytest.mark.parametrize("way", ["in the step", "aside"])
+@pytest.mark.parametrize("where", ["allocated", "plan"])
+def test_what_was_promised_before_a_bug_of_ours_is_computed(engine, where: str, way: str, monkeypatch):
+    """The engine believes in pages that nobody will load: it must hear so before it computes with them."""
+    ids = prompt(LENGTH, 610 + len(where) + len(way))
+    engine.ask(ids)
+    wanted = engine.tokens(ids)
+    engine.reset()
+    if way == "aside":
+        force_aside(engine, monkeypatch)
+    monkeypatch.setattr(engine.connector._scheduler, where, lambda *_: 1 / 0)
+    engine.ask(ids)
+    assert "ZeroDivisionError" in engine.connector._guard.off
+    # In vLLM's own cache lies what was computed, and nothing that was not.
+    assert engine.tokens(ids) == wanted
+    monkeypatch.undo()
+    on_again(engine)
+
+
+def test_a_worker_without_its_side_says_that_nothing_came(engine, monkeypatch):
+    """As where its store could not be opened: what another engine has stored is promised all the same."""
+    ids = prompt(LENGTH, 640)
+    engine.ask(ids)
+    wanted = engine.tokens(ids)
+    engine.reset()
+    monkeypatch.setattr(engine.worker, "_worker", None)
+    engine.ask(ids)
+    assert engine.tokens(ids) == wanted
+    monkeypatch.undo()
+    on_again(engine)
 
 
 def test_a_bug_of_ours_in_the_worker_is_contained(engine, monkeypatch):

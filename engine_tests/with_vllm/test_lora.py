@@ -82,12 +82,12 @@ def test_an_adapter_that_is_loaded_anew_under_its_name_hits_nothing(engine, smol
 def test_an_adapter_that_cannot_be_read_is_served_and_not_kept(
     engine, smollm2: Path, tmp_path: Path, monkeypatch
 ):
-    import workmem.plugins.vllm as plugin
+    from workmem.engines.vllm import adapters
 
     def unreadable(*_: object, **__: object) -> str:
         raise FileNotFoundError
 
-    monkeypatch.setattr(plugin, "identify_adapter", unreadable)
+    monkeypatch.setattr(adapters, "identify_adapter", unreadable)
     answer = ask(engine, prompt(LENGTH, 3), "gone", 5, adapter(tmp_path / "gone", smollm2, 5))
     assert len(answer.outputs[0].token_ids) == 4
     assert answer.kv_transfer_params is None

@@ -94,7 +94,7 @@ def test_nothing_is_left_behind(engine):
     engine.saved()
     side = engine.connector._scheduler
     assert not side._requests
-    assert side._prefetched_bytes == 0
+    assert side._prefetching.held_bytes == 0
     engine.host.store.audit()
     assert not engine.connector._store._keeper.link.leases.live()
     assert not engine.worker._store._keeper.link.leases.live()

@@ -13,35 +13,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from small import FACTS, LAYERS, SIZE
 
 from workmem.core.keys import block_keys
 from workmem.engines.vllm.config import VllmConfig
-from workmem.engines.vllm.facts import EngineFacts
 from workmem.engines.vllm.kv_blocks import KVBlocks
+from workmem.engines.vllm.outcomes import LoadOutcomes
 from workmem.engines.vllm.scheduler import SchedulerSide
 from workmem.engines.vllm.worker import WorkerSide
 from workmem.store.contract import KVStore
 
-SIZE = 4
-"""Tokens per block."""
-LAYERS, HEADS, DIM = 3, 1, 16
-FACTS = EngineFacts(
-    version="0.32",
-    model="m",
-    dtype="torch.float32",
-    cache_dtype="torch.float32",
-    order="fake",
-    quantization="",
-    rope="{}",
-    block_tokens=SIZE,
-    layers=LAYERS,
-    kv_heads=HEADS,
-    head_dim=DIM,
-    layer_bytes=2 * SIZE * HEADS * DIM * 4,
-    workers=1,
-    hashing="sha256_cbor:00",
-    hash_bytes=32,
-)
 CHUNK = 3 * SIZE
 """Most tokens that a request computes in a step."""
 
@@ -95,7 +76,8 @@ class FakeVllm:
         self.side = SchedulerSide(FACTS, fingerprint, store, self.settings)
         self.tensors = [np.full((blocks, FACTS.layer_bytes), 255, dtype=np.uint8) for _ in range(LAYERS)]
         self.kv = self.blocks_of_tensors()
-        self.worker = WorkerSide(store, self.kv, rank=0, load_s=self.settings.load_s)
+        self.outcomes = LoadOutcomes()
+        self.worker = WorkerSide(store, self.kv, self.outcomes, rank=0, load_s=self.settings.load_s)
         self.free: OrderedDict[int, None] = OrderedDict((block, None) for block in range(blocks))
         self.refs = [0] * blocks
         self.cached: dict[bytes, int] = {}
@@ -152,13 +134,13 @@ class FakeVllm:
         plan = self.side.plan(scheduled, lambda name: by_name[name].blocks if name in by_name else None)
         self.worker.before_step(plan)
         self.worker.load(plan)
-        bad = self.worker.failed_blocks()
+        bad = self.outcomes.failed_blocks()
         for name, (has, adds) in scheduled.items():
             self._compute(by_name[name], has, adds, bad)
         self.worker.save(plan)
-        arrived = self.worker.arrived()
-        bad |= self.worker.failed_blocks()
-        report = self.worker.report()
+        arrived = self.outcomes.arrived()
+        bad |= self.outcomes.failed_blocks()
+        report = self.outcomes.report()
         self._settle(scheduled, by_name, bad)
         self._unpark(arrived, bad)
         if report is not None:

@@ -6,7 +6,8 @@ import hashlib
 from pathlib import Path
 
 import pytest
-from fake_engine import FACTS, SIZE, FakeVllm, Request
+from fake_engine import FakeVllm, Request
+from small import FACTS, SIZE
 
 from workmem.core.keys import BlockKey
 from workmem.core.outcomes import TierName
@@ -209,7 +210,7 @@ def test_an_engine_announces_what_it_saves_what_it_finds_and_a_new_epoch(tmp_pat
     found = second.side.take_announcements()
     assert [one for run in found for one in run.keys] == keys[:6]
     second.run()
-    first.side.start_epoch(1)
+    first.side.start_epoch(1, is_empty=True)
     assert {type(one) for one in first.side.take_announcements()} == {RemovedRun}
     first.close()
     second.close()

@@ -7,40 +7,25 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from fake_engine import SIZE, FakeVllm, Request
+from fake_engine import FakeVllm, Request
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from small import FACTS, SIZE, open_store
 
 from workmem.core.keys import BlockKey
+from workmem.core.layout import Namespace
 from workmem.engines.vllm.config import VllmConfig
 from workmem.engines.vllm.facts import Scope
 from workmem.engines.vllm.kv_blocks import KVBlocks
-from workmem.engines.vllm.steps import Loaded, SaveOp, StepReport
-from workmem.store.config import DramConfig, SsdConfig, StoreConfig
+from workmem.engines.vllm.outcomes import LoadOutcomes
+from workmem.engines.vllm.steps import Loaded, LoadOp, SaveOp, StepPlan, StepReport
 from workmem.store.contract import BlockId, PageWrite
 from workmem.store.store import Store
-
-
-def open_store(folder: Path, dram: str = "1MiB") -> Store:
-    return Store(
-        StoreConfig(
-            dram=DramConfig(bytes=dram),
-            ssd=SsdConfig(path=str(folder), bytes="16MiB", scrub_bytes_per_s=0, io="buffered"),
-        )
-    )
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    opened = open_store(tmp_path / "ssd")
-    yield opened
-    opened.audit()
-    opened.close()
 
 
 def engine(store: Store, blocks: int = 32, **more: object) -> FakeVllm:
@@ -94,7 +79,7 @@ def test_pages_from_ssd_come_aside_and_a_whole_prompt_can_come(tmp_path: Path):
     after = open_store(tmp_path / "ssd")
     second = engine(after)
     # Without the prefetch at its arrival it would be told as all from ssd; with it, pages may be in dram by then.
-    second.side._settings = VllmConfig(prefetch_share=0)
+    second.side._prefetching._share = 0
     again = Request("b", PROMPT[:-1])
     serve(second, again)
     assert tokens_of(again) == {"ssd": 6 * SIZE, "computed": 0}
@@ -121,7 +106,7 @@ def test_a_prefetch_brings_pages_to_dram_before_the_request_has_its_turn(tmp_pat
     assert settled.wait(5)
     second.run()
     assert tokens_of(again) == {"dram": 6 * SIZE, "computed": 1}
-    assert second.side._prefetched_bytes == 0
+    assert second.side._prefetching.held_bytes == 0
     second.close()
     after.close()
 
@@ -152,12 +137,109 @@ def test_a_new_epoch_hits_nothing_of_before(store: Store):
     made = engine(store)
     serve(made, Request("a", PROMPT))
     assert store.flush(5)
-    made.side.start_epoch(1)
+    made.side.start_epoch(1, is_empty=True)
     made.reset()
     again = Request("b", PROMPT)
     serve(made, again)
     assert tokens_of(again) == {"computed": len(PROMPT)}
     made.close()
+
+
+def test_blocks_of_before_are_not_saved_in_a_new_epoch(store: Store):
+    """Requests that run keep the engine from dropping its blocks: those are of the weights of before."""
+    made = engine(store)
+    serve(made, Request("a", PROMPT))
+    made.side.start_epoch(1, is_empty=False)
+    serve(made, Request("b", [*PROMPT, *range(900, 900 + 2 * SIZE)]))
+    assert store.flush(5)
+    made.reset()
+    again = Request("c", PROMPT)
+    serve(made, again)
+    assert tokens_of(again) == {"computed": len(PROMPT)}
+    made.reset()
+    made.side.emptied()
+    serve(made, Request("d", PROMPT))
+    assert store.flush(5)
+    made.reset()
+    last = Request("e", PROMPT)
+    serve(made, last)
+    assert tokens_of(last)["computed"] == 1
+    made.close()
+
+
+def promised(store: Store) -> tuple[FakeVllm, Request]:
+    """A request that was promised pages and given blocks for them."""
+    made = engine(store)
+    serve(made, Request("a", PROMPT))
+    assert store.flush(5)
+    made.side.arrives(request := Request("b", PROMPT))
+    assert made.side.match(request, 0) == (6 * SIZE, False)
+    return made, request
+
+
+def test_a_promise_is_told_as_broken_where_the_scheduler_goes_off_before_it_is_planned(store: Store):
+    made, request = promised(store)
+    made.side.allocated(request, list(range(20, 27)), 6 * SIZE)
+    with pytest.raises(KeyError):
+        # As a bug of ours: the loads must outlive it.
+        made.side.plan({"b": (0, 1)}, {}.__getitem__)
+    plan = made.side.plan_off()
+    assert plan.is_off
+    made.outcomes.fail(plan, "off")
+    assert made.outcomes.failed_blocks() == set(range(20, 26))
+    made.close()
+
+
+def test_a_promise_is_told_as_broken_where_the_scheduler_went_off_between_it_and_the_blocks(store: Store):
+    made, _ = promised(store)
+    made.side.not_allocated("b", [20, 21])
+    made.outcomes.fail(made.side.plan_off(), "off")
+    assert made.outcomes.failed_blocks() == {20, 21}
+    assert made.outcomes.arrived() == set(), "it does not wait aside"
+    assert not made.side.plan_off().broken, "told once"
+    made.close()
+
+
+def test_what_is_being_saved_is_dropped_where_the_scheduler_goes_off(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+):
+    """It does not say any more which blocks are written to: a copy that is under way may be of two contexts."""
+    made, gate = engine(store), threading.Event()
+    copy = made.kv.copy_out
+
+    def held(block: int, into: memoryview) -> tuple[int, ...]:
+        assert gate.wait(10)
+        return copy(block, into)
+
+    monkeypatch.setattr(made.kv, "copy_out", held)
+    serve(made, Request("a", PROMPT))
+    made.worker.before_step(made.side.plan_off())
+    for tensor in made.tensors:
+        tensor[:] = 1
+    gate.set()
+    assert store.flush(5)
+    keys = [BlockKey(key) for key in Request("a", PROMPT).block_hashes]
+    assert store.lookup(made.side._namespaces.of(Scope())[1][0], keys).blocks == 0
+    made.close()
+
+
+def test_a_load_aside_says_itself_how_it_ends(store: Store):
+    """Its blocks are written to until then: the engine must not have them back before."""
+    op = LoadOp(
+        request="b",
+        blocks=(1, 2),
+        is_async=True,
+        namespace=Namespace(model_fingerprint="", layout=FACTS.layout(0)),
+        keys=(),
+    )
+    outcomes = LoadOutcomes()
+    outcomes.goes_aside(op)
+    outcomes.fail(StepPlan(loads=[op]), "off")
+    assert outcomes.arrived() == set()
+    assert outcomes.failed_blocks() == set()
+    outcomes.end(op, 1, "late")
+    assert outcomes.arrived() == {"b"}
+    assert outcomes.failed_blocks() == {2}
 
 
 @pytest.mark.parametrize("at", [0, 2])

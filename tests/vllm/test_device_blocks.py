@@ -11,8 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_engine import FACTS, SIZE, FakeVllm, Request
+from fake_engine import FakeVllm, Request
 from late_device import LateDevice, LateEvent
+from small import FACTS, SIZE
 
 from workmem.core.errors import InvariantError
 from workmem.core.layout import KVLayout

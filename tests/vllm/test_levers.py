@@ -92,12 +92,12 @@ def test_a_session_is_brought_to_dram_by_its_name_and_let_go_in_time(tmp_path):
         kv_transfer_params={"workmem": {"actions": [action("Prefetch", session="s", ttl_s=9)]}},
     )
     second.add(other)
-    assert second.side._prefetched_bytes == 6 * second.side._page_bytes
+    assert second.side._prefetching.held_bytes == 6 * second.side._prefetching._page_bytes
     second.run()
     assert other.answer["workmem"]["hints"] == [{"id": "Prefetch", "outcome": "accepted"}]
     second.side.levers._clock = lambda: 1e12
     second.side.levers.steps([])
-    assert second.side._prefetched_bytes == 0
+    assert second.side._prefetching.held_bytes == 0
     second.close()
     after.audit()
     after.close()

@@ -11,35 +11,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from small import FACTS, open_store
 
 from workmem.core.errors import CapacityError
 from workmem.core.layout import Namespace
 from workmem.engines.vllm.chain import Chain
 from workmem.engines.vllm.chunk_layout import chunk_layout, chunk_rows
 from workmem.engines.vllm.config import VllmConfig
-from workmem.engines.vllm.facts import EngineFacts
 from workmem.engines.vllm.offload_jobs import ChunkJob, ChunkJobs, JobEnd
 from workmem.engines.vllm.offload_tier import ASK_AGAIN_S, OffloadTier
-from workmem.store.config import DramConfig, SsdConfig, StoreConfig
 from workmem.store.store import Store
 
-FACTS = EngineFacts(
-    version="0.32",
-    model="m",
-    dtype="torch.float32",
-    cache_dtype="torch.float32",
-    order="fake",
-    quantization="",
-    rope="{}",
-    block_tokens=4,
-    layers=3,
-    kv_heads=1,
-    head_dim=16,
-    layer_bytes=2 * 4 * 16 * 4,
-    workers=1,
-    hashing="sha256_cbor:00",
-    hash_bytes=32,
-)
 LAYOUT = chunk_layout(FACTS, blocks=2, copies=1, order="LBHNC")
 TOKENS = LAYOUT.block_tokens
 ROWS = 16
@@ -124,23 +106,6 @@ class Engine:
     def hits(self, request: str, names: Sequence[bytes]) -> int:
         chain = chain_of(names)
         return sum(self.tier.has(request, name, chain) for name in names)
-
-
-def open_store(folder: Path, dram: str = "1MiB") -> Store:
-    return Store(
-        StoreConfig(
-            dram=DramConfig(bytes=dram),
-            ssd=SsdConfig(path=str(folder), bytes="16MiB", scrub_bytes_per_s=0, io="buffered"),
-        )
-    )
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    opened = open_store(tmp_path / "ssd")
-    yield opened
-    opened.audit()
-    opened.close()
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -24,8 +23,10 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from workmem.config import cache_dir, host_socket
 from workmem.core.errors import ConfigError
-from workmem.engines.fingerprint import identify, identify_adapter
+from workmem.engines.fingerprint import identify
+from workmem.engines.vllm.adapters import AdapterDigests
 from workmem.engines.vllm.guard import Guard
+from workmem.engines.vllm.outcomes import LoadOutcomes
 from workmem.engines.vllm.scheduler import SchedulerSide
 from workmem.engines.vllm.steps import StepPlan, StepReport
 from workmem.engines.vllm.worker import WorkerSide
@@ -69,7 +70,12 @@ class WorkmemConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        # Not a part of `_worker`: vLLM hears how loads ended whatever happens there.
+        self._outcomes = LoadOutcomes()
         self._store: HostStore | None = None
+        self._adapters = AdapterDigests(cache_dir())
+        self._is_empty = False
+        """VLLM dropped all of its own blocks when it last was to."""
         is_scheduler = role is KVConnectorRole.SCHEDULER
         self._guard = Guard("scheduler" if is_scheduler else "worker", self._gone_off)
         # A cache's failure is a miss, never the request's: vLLM reads this after it has made the connector.
@@ -99,7 +105,7 @@ class WorkmemConnector(KVConnectorBase_V1, SupportsHMA):
         """See `SchedulerSide.arrives`."""
         side = self._scheduler
         if side is not None:
-            self._guard.call(lambda: side.arrives(request, _adapter(request)), None)
+            self._guard.call(lambda: side.arrives(request, self._adapter(request)), None)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """See `SchedulerSide.match`."""
@@ -111,10 +117,12 @@ class WorkmemConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """See `SchedulerSide.allocated`."""
         side = self._scheduler
-        if side is not None and num_external_tokens:
-            self._guard.call(
-                lambda: side.allocated(request, blocks.get_block_ids()[0], num_external_tokens), None
-            )
+        if side is None or not num_external_tokens:
+            return
+        table = blocks.get_block_ids()[0]
+        self._guard.call(lambda: side.allocated(request, table, num_external_tokens), None)
+        if self._guard.off:
+            side.not_allocated(request.request_id, table)
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
@@ -132,8 +140,9 @@ class WorkmemConnector(KVConnectorBase_V1, SupportsHMA):
         """See `SchedulerSide.plan`."""
         side = self._scheduler
         if side is None:
-            return WorkmemPlan()
-        return WorkmemPlan(self._guard.call(lambda: _plan(side, scheduler_output), StepPlan()))
+            return WorkmemPlan(StepPlan(is_off=True))
+        plan = self._guard.call(lambda: _plan(side, scheduler_output), None)
+        return WorkmemPlan(side.plan_off() if plan is None else plan)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """See `SchedulerSide.heard`."""
@@ -170,7 +179,8 @@ class WorkmemConnector(KVConnectorBase_V1, SupportsHMA):
         """Weights were changed, or somebody wants nothing of before: a new epoch."""
         side = self._scheduler
         if side is not None:
-            self._guard.call(lambda: side.start_epoch(time.time_ns()), None)
+            # vLLM has just tried to drop its own blocks, and comes here also where requests that run kept it from that.
+            self._guard.call(lambda: side.start_epoch(time.time_ns(), is_empty=self._is_empty), None)
         return True
 
     # -- workers' side
@@ -194,13 +204,11 @@ class WorkmemConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """See `WorkerSide.load`."""
         del forward_context, kwargs
-        side = self._worker
-        if side is None:
-            return
-        plan = self._plan()
-        self._guard.call(lambda: side.load(plan), None)
-        if self._guard.off:
-            side.fail(plan, "off")
+        side, plan = self._worker, self._plan()
+        if side is not None:
+            self._guard.call(lambda: side.load(plan), None)
+        if side is None or self._guard.off or plan.is_off:
+            self._outcomes.fail(plan, "off")
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Whole pages are loaded at once."""
@@ -218,17 +226,17 @@ class WorkmemConnector(KVConnectorBase_V1, SupportsHMA):
             self._guard.call(lambda: side.save(plan), None)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """See `WorkerSide.arrived`."""
+        """See `LoadOutcomes.arrived`."""
         del finished_req_ids
-        return None, (self._worker.arrived() or None) if self._worker is not None else None
+        return None, self._outcomes.arrived() or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """See `WorkerSide.failed_blocks`."""
-        return self._worker.failed_blocks() if self._worker is not None else set()
+        """See `LoadOutcomes.failed_blocks`."""
+        return self._outcomes.failed_blocks()
 
     def build_connector_worker_meta(self) -> WorkmemReport | None:
-        """See `WorkerSide.report`."""
-        report = self._worker.report() if self._worker is not None else None
+        """See `LoadOutcomes.report`."""
+        report = self._outcomes.report()
         if self._guard.off:
             report = StepReport(report.loads if report else {}, self._guard.off)
         return WorkmemReport(report) if report is not None else None
@@ -245,6 +253,19 @@ class WorkmemConnector(KVConnectorBase_V1, SupportsHMA):
         meta = self._connector_metadata
         return meta.plan if isinstance(meta, WorkmemPlan) else StepPlan()
 
+    def _adapter(self, request: Any) -> str | None:
+        """See `SchedulerSide.arrives`."""
+        lora = request.lora_request
+        if lora is None:
+            return ""
+        try:
+            return f"{lora.lora_name}:{self._adapters.of(lora.lora_path)}"
+        except OSError as error:
+            log.warning(
+                "workmem: adapter %s cannot be read (%s); its contexts are not kept", lora.lora_name, error
+            )
+            return None
+
     def _bind_pool(self, side: SchedulerSide, pool: Any) -> None:
         limits = self._vllm_config.scheduler_config
         side.levers.bind(
@@ -257,7 +278,10 @@ class WorkmemConnector(KVConnectorBase_V1, SupportsHMA):
 
         def release_and_reset() -> bool:
             self._guard.call(side.levers.release, None)
-            return reset()
+            self._is_empty = reset()
+            if self._is_empty:
+                self._guard.call(side.emptied, None)
+            return self._is_empty
 
         # No hook is called before it, and it refuses while anybody holds a block.
         pool.reset_prefix_cache = release_and_reset
@@ -301,7 +325,7 @@ class WorkmemConnector(KVConnectorBase_V1, SupportsHMA):
         rank = self._vllm_config.parallel_config.rank % facts.workers
         self._store = open_store(settings, said, starts=False)
         blocks = blocks_of(kv_caches, facts.layout(rank), self._kv_cache_config.num_blocks)
-        self._worker = WorkerSide(self._store, blocks, rank=rank, load_s=settings.vllm.load_s)
+        self._worker = WorkerSide(self._store, blocks, self._outcomes, rank=rank, load_s=settings.vllm.load_s)
 
 
 def _plan(side: SchedulerSide, output: Any) -> StepPlan:
@@ -315,17 +339,3 @@ def _plan(side: SchedulerSide, output: Any) -> StepPlan:
         return None if tables is None else tables[0]
 
     return side.plan({name: (has[name], adds) for name, adds in output.num_scheduled_tokens.items()}, table)
-
-
-def _adapter(request: Any) -> str | None:
-    """What tells adapters apart: a digest of the files, as a name may come to mean another one. None: it is not known."""
-    lora = request.lora_request
-    if lora is None:
-        return ""
-    try:
-        return f"{lora.lora_name}:{identify_adapter(Path(lora.lora_path), cache_folder=cache_dir())}"
-    except OSError as error:
-        log.warning(
-            "workmem: adapter %s cannot be read (%s); its contexts are not kept", lora.lora_name, error
-        )
-        return None

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from workmem.core.errors import CapacityError
 from workmem.core.keys import BlockKey
 from workmem.core.outcomes import COMPUTED, Lookup, TierName
 from workmem.engines.vllm.announcing import Announcement, Announcer, RunOrigin
@@ -15,9 +14,9 @@ from workmem.engines.vllm.config import VllmConfig
 from workmem.engines.vllm.denied import Denied
 from workmem.engines.vllm.facts import EngineFacts, Namespaces, Scope
 from workmem.engines.vllm.levers import Levers, SteeredStore
+from workmem.engines.vllm.prefetching import Prefetching
 from workmem.engines.vllm.requests import EngineRequest, Tracked
-from workmem.engines.vllm.steps import LoadOp, SaveOp, StepPlan, StepReport
-from workmem.store.contract import Lease
+from workmem.engines.vllm.steps import LoadOp, Promise, SaveOp, StepPlan, StepReport
 
 ANSWER = "workmem"
 """Under this name a response's `kv_transfer_params` say where its tokens came from."""
@@ -41,22 +40,30 @@ class SchedulerSide:
         self._store = store
         self._settings = settings
         self._size = facts.block_tokens
-        self._page_bytes = facts.layout(0).page_bytes
         self._namespaces = Namespaces(facts, fingerprint, store)
         self._denied = Denied(settings.deny_s, clock)
         self._requests: dict[str, Tracked] = {}
         self._loads: list[LoadOp] = []
+        self._broken: list[Promise] = []
         self._unheard: dict[str, frozenset[int]] = {}
         """Blocks of loads inside a step whose end was not heard of yet, by request."""
-        self._prefetched_bytes = 0
+        self._is_mixed = False
+        """The engine may hold blocks of an epoch before this one."""
+        self._prefetching = Prefetching(
+            store,
+            self._namespaces,
+            self.counts,
+            share=settings.prefetch_share,
+            page_bytes=facts.layout(0).page_bytes,
+        )
         self._announcer = Announcer(self._tiers_of, self._size, clock) if announces else None
         self.levers = Levers(
             store,
             settings,
             facts.block_tokens,
             roots=lambda scope: self._namespaces.of(scope)[1],
-            lease=self._lease,
-            give_back=self._give_back,
+            lease=self._prefetching.lease,
+            give_back=self._prefetching.give_back,
             clock=clock,
         )
 
@@ -79,7 +86,10 @@ class SchedulerSide:
         tracked.saved = found.blocks
         self._announce(tracked, 0, keys[: found.blocks])
         if any(tier is not TierName.DRAM for tier in found.tiers):
-            self._prefetch(tracked, keys[: found.blocks])
+            name = request.request_id
+            tracked.prefetched = self._prefetching.lease(
+                tracked.scope, keys[: found.blocks], name, _PREFETCH_TTL_S
+            )
 
     def match(self, request: EngineRequest, computed: int) -> tuple[int, bool]:
         """How many tokens behind the first `computed`, which the engine has, can be loaded; and whether aside."""
@@ -112,8 +122,6 @@ class SchedulerSide:
     def allocated(self, request: EngineRequest, blocks: Sequence[int], tokens: int) -> None:
         """The engine made room: `tokens` are to be loaded into `blocks`, its whole table."""
         tracked = self._requests[request.request_id]
-        if not tokens:
-            return
         count, first = tokens // self._size, tracked.local
         tracked.promised = tracked.promised[:count]
         tracked.load_from = first
@@ -130,6 +138,21 @@ class SchedulerSide:
                 is_async=tracked.is_async,
             )
         )
+
+    def not_allocated(self, request: str, blocks: Sequence[int]) -> None:
+        """As `allocated`, where that failed or is not asked any more: what was promised is to be told as not there.
+
+        All of the table is, for where the promise began is not known; what the engine had itself is computed again.
+        """
+        tracked = self._requests.get(request)
+        is_async = tracked is not None and tracked.is_async
+        self._broken.append(Promise(request=request, blocks=tuple(blocks), is_async=is_async))
+
+    def plan_off(self) -> StepPlan:
+        """The next step where `plan` failed or is not asked any more: nothing is loaded, and whoever waits hears it."""
+        broken = [*self._broken, *self._loads]
+        self._broken, self._loads = [], []
+        return StepPlan(broken=broken, is_off=True)
 
     def hit_sources(self, request: EngineRequest) -> Counter[str]:
         """Tokens of what was promised last, by tier."""
@@ -148,7 +171,6 @@ class SchedulerSide:
         be turned down, and computed again.
         """
         plan = StepPlan(loads=self._loads)
-        self._loads = []
         running: list[tuple[Tracked, int]] = []
         unheard = frozenset[int]().union(*self._unheard.values())
         for name, (has, adds) in scheduled.items():
@@ -163,9 +185,11 @@ class SchedulerSide:
             tracked.runs = True
             running.append((tracked, has + adds))
             # What is computed on a block that did not arrive is worth nothing, and only all workers together know.
-            if unheard.isdisjoint(blocks):
+            if not self._is_mixed and unheard.isdisjoint(blocks):
                 self._plan_save(plan, tracked, blocks, has + adds)
         self.levers.steps(running)
+        # Last: where something failed before, the loads are still there to be told as failed.
+        self._loads = []
         return plan
 
     def heard(self, report: StepReport) -> None:
@@ -206,8 +230,13 @@ class SchedulerSide:
             answer["hints"] = hints
         return {ANSWER: answer}
 
-    def start_epoch(self, epoch: int) -> None:
-        """The weights are others, or somebody wants nothing of before: no block of before is a hit from now on."""
+    def start_epoch(self, epoch: int, *, is_empty: bool) -> None:
+        """The weights are others, or somebody wants nothing of before: no block of before is a hit from now on.
+
+        `is_empty`: the engine has dropped its own blocks too. Where it has not, nothing is saved until `emptied`: a
+        context may begin with blocks of before.
+        """
+        self._is_mixed = not is_empty
         self._namespaces.start_epoch(epoch)
         if self._announcer is not None:
             self._announcer.forget_all()
@@ -215,6 +244,10 @@ class SchedulerSide:
         for tracked in self._requests.values():
             self._release(tracked)
             tracked.saved = 0
+
+    def emptied(self) -> None:
+        """The engine has dropped all of its own blocks."""
+        self._is_mixed = False
 
     def take_announcements(self) -> list[Announcement]:
         """Blocks that came to be in the store, or went, since the last call; empty unless it was made to announce."""
@@ -263,36 +296,10 @@ class SchedulerSide:
             RunOrigin(tracked.scope, getattr(request, "session_id", None) or ""),
         )
 
-    def _prefetch(self, tracked: Tracked, keys: Sequence[BlockKey]) -> None:
-        """Have pages in dram, and keep them there until they are loaded."""
-        tracked.prefetched = self._lease(tracked.scope, keys, tracked.request.request_id, _PREFETCH_TTL_S)
-
-    def _lease(self, scope: Scope, keys: Sequence[BlockKey], owner: str, ttl_s: float) -> Lease | None:
-        """A lease brings pages to dram and keeps them there. None where that is more than may be kept for later."""
-        size = len(keys) * self._page_bytes
-        room = self._settings.prefetch_share * self._store.dram_capacity_bytes()
-        if self._prefetched_bytes + size > room:
-            self.counts["prefetches_refused"] += 1
-            return None
-        # Of the first worker's part alone: the others' loads bring their own.
-        _, roots = self._namespaces.of(scope)
-        try:
-            lease = self._store.lease(roots[0], keys, owner=owner, ttl_s=ttl_s)
-        except CapacityError:
-            self.counts["prefetches_refused"] += 1
-            return None
-        self._prefetched_bytes += len(lease.keys) * self._page_bytes
-        self.counts["prefetches"] += 1
-        return lease
-
-    def _give_back(self, lease: Lease) -> None:
-        self._prefetched_bytes -= len(lease.keys) * self._page_bytes
-        lease.release()
-
     def _release(self, tracked: Tracked) -> None:
         lease, tracked.prefetched = tracked.prefetched, None
         if lease is not None:
-            self._give_back(lease)
+            self._prefetching.give_back(lease)
 
     def _plan_save(self, plan: StepPlan, tracked: Tracked, blocks: Sequence[int], computed: int) -> None:
         """Save the blocks that are full after this step and that the store was not seen to have.

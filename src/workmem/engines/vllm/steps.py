@@ -8,16 +8,22 @@ from workmem.core.keys import BlockKey
 from workmem.core.layout import Namespace
 
 
-class LoadOp(msgspec.Struct, frozen=True):
-    """Pages to bring into blocks of the engine, in prefix order."""
+class Promise(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks of the engine that it believes will be filled."""
 
     request: str
+    blocks: tuple[int, ...]
+    """In prefix order."""
+    is_async: bool
+    """The request waits aside; else this step computes with what is loaded."""
+
+
+class LoadOp(Promise, frozen=True, kw_only=True):
+    """Pages to bring into them."""
+
     namespace: Namespace
     """Of the first worker; each takes its own rank."""
     keys: tuple[BlockKey, ...]
-    blocks: tuple[int, ...]
-    is_async: bool
-    """The request waits aside; else this step computes with what is loaded."""
 
 
 class SaveOp(msgspec.Struct, frozen=True):
@@ -40,6 +46,10 @@ class StepPlan(msgspec.Struct):
     loads: list[LoadOp] = []
     saves: list[SaveOp] = []
     written: list[int] = []
+    broken: list[Promise] = []
+    """Nothing of these is to be had."""
+    is_off: bool = False
+    """The scheduler's side does nothing any more: what the step writes to is not known."""
 
 
 class Loaded(msgspec.Struct):

@@ -17,8 +17,9 @@ from workmem.core.errors import CapacityError, LeaseError
 from workmem.core.keys import BlockKey
 from workmem.core.layout import Namespace
 from workmem.engines.vllm.moving import EngineBlocks, Fence, Filling, Mark, Reading
+from workmem.engines.vllm.outcomes import LoadOutcomes
 from workmem.engines.vllm.pending import PendingSaves
-from workmem.engines.vllm.steps import Loaded, LoadOp, SaveOp, StepPlan, StepReport
+from workmem.engines.vllm.steps import LoadOp, SaveOp, StepPlan
 from workmem.store.contract import BlockId, KVStore, Lease, PageWrite, SaveState
 
 log = logging.getLogger("vllm.workmem")
@@ -33,20 +34,17 @@ _LEASE_S = 60.0
 class WorkerSide:
     """Of one worker of rank `rank`. Called by the engine's thread; two threads of its own and the store's do the rest."""
 
-    def __init__(self, store: KVStore, blocks: EngineBlocks, *, rank: int, load_s: float) -> None:
+    def __init__(
+        self, store: KVStore, blocks: EngineBlocks, outcomes: LoadOutcomes, *, rank: int, load_s: float
+    ) -> None:
         self.counts: Counter[str] = Counter()
         self._store = store
         self._blocks = blocks
+        self._outcomes = outcomes
         self._rank = rank
         self._load_s = load_s
         self._pending = PendingSaves()
         self._roots: dict[Namespace, bytes] = {}
-        self._lock = threading.Lock()
-        self._ended: dict[str, Loaded] = {}
-        """Loads of this step, and those behind the engine that have ended since the last."""
-        self._arrived: set[str] = set()
-        """Of those, the requests that waited aside."""
-        self._failed: set[int] = set()
         self._jobs: queue.SimpleQueue[tuple[LoadOp, Mark] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._load_behind, name="workmem-vllm-load", daemon=True)
         self._thread.start()
@@ -55,6 +53,10 @@ class WorkerSide:
 
     def before_step(self, plan: StepPlan) -> None:
         """Nothing is read any more from blocks that this step writes to. Raises RuntimeError where a copy never ends."""
+        if plan.is_off:
+            # Which blocks it writes to nobody says.
+            self.give_up()
+            return
         self._blocks.hold(self._free(plan.written))
 
     def load(self, plan: StepPlan) -> None:
@@ -65,6 +67,7 @@ class WorkerSide:
         mark = self._blocks.mark()
         for op in plan.loads:
             if op.is_async:
+                self._outcomes.goes_aside(op)
                 self._jobs.put((op, mark))
             else:
                 self._end(op, *self._loaded(op, mark, SYNC_LOAD_S))
@@ -78,33 +81,9 @@ class WorkerSide:
             root = self._root(op.namespace)
             self._store.save(root, self._writes(op, root, mark))
 
-    def fail(self, plan: StepPlan, why: str) -> None:
-        """Nothing of `plan` is loaded: say so for all of it."""
-        for op in plan.loads:
-            if op.request not in self._ended:
-                self._end(op, 0, why)
-
     def give_up(self) -> None:
         """`before_step` is not called any more: what is being saved may be overwritten, and is dropped."""
         self._pending.is_over = True
-
-    def arrived(self) -> set[str]:
-        """Requests that waited aside whose loads have ended, since the last call."""
-        with self._lock:
-            found, self._arrived = self._arrived, set()
-        return found
-
-    def failed_blocks(self) -> set[int]:
-        """Blocks that hold nothing of use though it was promised, since the last call."""
-        with self._lock:
-            found, self._failed = self._failed, set()
-        return found
-
-    def report(self) -> StepReport | None:
-        """How loads ended, since the last call."""
-        with self._lock:
-            found, self._ended = self._ended, {}
-        return StepReport(loads=found) if found else None
 
     def before_sleep(self) -> None:
         """The blocks' memory is about to go. Raises RuntimeError where a copy from it never ends."""
@@ -172,11 +151,7 @@ class WorkerSide:
     def _end(self, op: LoadOp, pages: int, why: str) -> None:
         self.counts["pages_loaded"] += pages
         self.counts["loads_short"] += pages < len(op.blocks)
-        with self._lock:
-            self._ended[op.request] = Loaded(op.request, pages, why)
-            self._failed.update(op.blocks[pages:])
-            if op.is_async:
-                self._arrived.add(op.request)
+        self._outcomes.end(op, pages, why)
 
     # -- saving
 

@@ -1,0 +1,62 @@
+"""How loads ended, as vLLM wants to hear it. There from the start of a worker to its end, whatever else is not.
+
+What was promised is computed with unless somebody says that it did not come: silence would be a wrong answer.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from workmem.engines.vllm.steps import Loaded, Promise, StepPlan, StepReport
+
+
+class LoadOutcomes:
+    """Each load ends once. Told by the engine's thread and by the one that loads aside."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._aside: set[str] = set()
+        """Requests whose loads go on behind the engine: those say themselves how they end."""
+        self._ended: dict[str, Loaded] = {}
+        self._arrived: set[str] = set()
+        self._failed: set[int] = set()
+
+    def goes_aside(self, op: Promise) -> None:
+        """A load was handed to the thread that loads aside."""
+        with self._lock:
+            self._aside.add(op.request)
+
+    def end(self, op: Promise, pages: int, why_short: str) -> None:
+        """`pages` of a load, from the first on, are in place."""
+        with self._lock:
+            self._aside.discard(op.request)
+            self._ended[op.request] = Loaded(op.request, pages, why_short)
+            self._failed.update(op.blocks[pages:])
+            if op.is_async:
+                self._arrived.add(op.request)
+
+    def fail(self, plan: StepPlan, why: str) -> None:
+        """Nobody loads what `plan` promises, but for what has ended or goes on aside."""
+        for op in (*plan.broken, *plan.loads):
+            with self._lock:
+                is_seen = op.request in self._ended or op.request in self._aside
+            if not is_seen:
+                self.end(op, 0, why)
+
+    def arrived(self) -> set[str]:
+        """Requests that waited aside whose loads have ended, since the last call."""
+        with self._lock:
+            found, self._arrived = self._arrived, set()
+        return found
+
+    def failed_blocks(self) -> set[int]:
+        """Blocks that hold nothing of use though it was promised, since the last call."""
+        with self._lock:
+            found, self._failed = self._failed, set()
+        return found
+
+    def report(self) -> StepReport | None:
+        """How loads ended, since the last call."""
+        with self._lock:
+            found, self._ended = self._ended, {}
+        return StepReport(loads=found) if found else None

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.config import ParallelConfig
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     MLAAttentionSpec,
@@ -13,39 +14,36 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from workmem.plugins import vllm_facts
+from workmem.engines.vllm.refusals import ONE_ONLY, refusal
 
 SHAPE = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
 
 
-def refusal(*specs: object, **parallel: int) -> str:
-    one = {
-        "pipeline_parallel_size": 1,
-        "decode_context_parallel_size": 1,
-        "prefill_context_parallel_size": 1,
-    }
+def of(*specs: object) -> str:
     config = SimpleNamespace(
         cache_config=SimpleNamespace(enable_prefix_caching=True),
-        parallel_config=SimpleNamespace(**one | parallel),
+        parallel_config=ParallelConfig(),
     )
     groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
-    return vllm_facts._refusal(config, SimpleNamespace(kv_cache_groups=groups, hash_block_size=None))
+    return refusal(config, SimpleNamespace(kv_cache_groups=groups, hash_block_size=None))
 
 
 @pytest.mark.parametrize("kind", [FullAttentionSpec, MLAAttentionSpec])
 def test_full_attention_is_taken(kind):
-    assert refusal(kind(**SHAPE)) == ""
+    assert of(kind(**SHAPE)) == ""
 
 
 @pytest.mark.parametrize(
     "spec", [SlidingWindowSpec(**SHAPE, sliding_window=128), SinkFullAttentionSpec(**SHAPE, sink_len=16)]
 )
 def test_other_kinds_are_refused(spec):
-    assert type(spec).__name__ in refusal(spec)
+    assert type(spec).__name__ in of(spec)
 
 
-def test_several_groups_and_parts_of_blocks_are_refused():
+def test_several_groups_are_refused():
     one = FullAttentionSpec(**SHAPE)
-    assert "2 groups" in refusal(one, one)
-    assert "context parallelism" in refusal(one, decode_context_parallel_size=2)
-    assert "pipeline" in refusal(one, pipeline_parallel_size=2)
+    assert "2 groups (FullAttentionSpec, FullAttentionSpec)" in of(one, one)
+
+
+def test_what_is_read_of_parallelism_is_there():
+    assert {field: getattr(ParallelConfig(), field) for field in ONE_ONLY} == dict.fromkeys(ONE_ONLY, 1)

@@ -70,10 +70,15 @@ def content(key: bytes, layer: int) -> np.ndarray:
 
 class FakeVllm:
     def __init__(
-        self, store: KVStore, blocks: int, settings: VllmConfig | None = None, fingerprint: str = "weights"
+        self,
+        store: KVStore,
+        blocks: int,
+        settings: VllmConfig | None = None,
+        fingerprint: str = "weights",
+        **role: bool,
     ) -> None:
         self.settings = settings or VllmConfig(load_s=5.0)
-        self.side = SchedulerSide(FACTS, fingerprint, store, self.settings)
+        self.side = SchedulerSide(FACTS, fingerprint, store, self.settings, **role)
         self.tensors = [np.full((blocks, FACTS.layer_bytes), 255, dtype=np.uint8) for _ in range(LAYERS)]
         self.kv = self.blocks_of_tensors()
         self.outcomes = LoadOutcomes()

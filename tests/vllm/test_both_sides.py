@@ -57,6 +57,25 @@ def test_another_engine_loads_what_the_first_computed(store: Store):
     second.close()
 
 
+def test_an_engine_does_with_the_store_what_its_role_says(store: Store):
+    consumer, producer = engine(store, may_save=False), engine(store, may_load=False)
+    serve(consumer, Request("a", PROMPT))
+    assert store.flush(5)
+    alone = Request("b", PROMPT)
+    serve(producer, alone)
+    assert tokens_of(alone) == {"computed": 6 * SIZE + 1}
+    assert store.flush(5)
+    producer.reset()
+    again, loads = Request("c", PROMPT), Request("d", [*PROMPT])
+    serve(producer, again)
+    assert tokens_of(again) == {"computed": 6 * SIZE + 1}
+    consumer.reset()
+    serve(consumer, loads)
+    assert tokens_of(loads) == {"dram": 6 * SIZE, "computed": 1}
+    consumer.close()
+    producer.close()
+
+
 def test_generated_tokens_are_saved_too(store: Store):
     first, second = engine(store), engine(store)
     made = Request("a", PROMPT, to_generate=2 * SIZE)

@@ -125,6 +125,19 @@ def test_a_page_is_the_same_as_of_blocks_that_the_processor_reads(form: str):
     assert one == other
 
 
+def test_a_layer_that_uses_the_kv_of_another_is_not_moved_twice():
+    make, layout, _ = FORMS["LBNHC"]
+    caches = make()
+    fill(caches, 3)
+    page = bytearray(layout.page_bytes)
+    # As vLLM names it: behind the others, or among them.
+    shared = {"first": caches[NAMES[0]], **caches, "last": caches[NAMES[1]]}
+    blocks = blocks_of(shared, layout, COUNT)
+    sums = blocks.begin_out(2, blocks.mark()).copy_into(memoryview(page))
+    plain = blocks_of(caches, layout, COUNT)
+    assert plain.begin_out(2, plain.mark()).copy_into(memoryview(bytearray(layout.page_bytes))) == sums
+
+
 @pytest.mark.parametrize(
     ("tensor", "why"),
     [

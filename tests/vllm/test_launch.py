@@ -158,6 +158,10 @@ def test_ours_given_by_hand_is_not_added_twice():
         (with_config(PEER | {"kv_load_failure_policy": "fail"}), "fails a request"),
         (("--prefix-caching-hash-algo", "xxhash"), "no proof"),
         (("--prefix_caching_hash_algo=xxhash_cbor",), "no proof"),
+        (("--pipeline-parallel-size", "2"), "--pipeline-parallel-size 2 cannot .*--tensor-parallel-size"),
+        (("-pp=2",), "-pp 2 cannot"),
+        (("--decode_context_parallel_size=4",), "shared out among workers; leave it at 1"),
+        (("-pcp", "2"), "-pcp 2 cannot"),
     ],
 )
 def test_what_cannot_work_is_told_before_vllm_starts(words, message):

@@ -313,6 +313,8 @@ class WorkmemConnector(KVConnectorBase_V1, SupportsHMA):
             self._store,
             settings.vllm,
             announces=events is not None and events.enable_kv_cache_events,
+            may_load=self._kv_transfer_config.is_kv_consumer,
+            may_save=self._kv_transfer_config.is_kv_producer,
         )
         log.info("workmem: contexts are kept in the store at %s", host_socket(settings.store.host.socket))
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 import msgspec
 
 from workmem.core.errors import ConfigError
+from workmem.engines.vllm.refusals import ONE_ONLY
 
 COMMAND = ("vllm.entrypoints.cli.main", "serve")
 """The `vllm serve` of a package called `vllm`."""
@@ -23,6 +24,11 @@ _DETAILS = "--enable-prompt-tokens-details"
 _PROVEN = ("sha256", "sha256_cbor")
 """Names of hashes that are a proof of what is in a block; `sha256_cbor` is the one that others can compute too."""
 _SECTIONS = ("store", "vllm")
+_ONE_ONLY = {
+    "pipeline_parallel_size": ("--pipeline-parallel-size", "-pp"),
+    "decode_context_parallel_size": ("--decode-context-parallel-size", "-dcp"),
+    "prefill_context_parallel_size": ("--prefill-context-parallel-size", "-pcp"),
+}
 _IN_FILE = re.compile(
     r"^\s*(?:kv[-_](?:transfer|offloading)|(?:no[-_])?enable[-_]prefix[-_]caching)[\w-]*\s*:", re.MULTILINE
 )
@@ -92,6 +98,11 @@ def _refuse(words: Sequence[str], files: Mapping[str, str]) -> None:
             raise ConfigError(
                 f"{name}: write {_TRANSFER} as one piece of JSON, so that workmem can be added to it"
             )
+    for field, options in _ONE_ONLY.items():
+        for option in options:
+            value = _value(words, option)
+            if value is not None and value != "1":
+                raise ConfigError(f"{option} {value} cannot be had with workmem: {ONE_ONLY[field]}")
     for file, text in files.items():
         found = _IN_FILE.search(text)
         if found:
@@ -169,7 +180,7 @@ def _extra(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _name(word: str) -> str:
     """A word's option, as vLLM takes it: with dashes, and `=value` cut off."""
-    if not word.startswith("--"):
+    if not word.startswith("-") or word.lstrip("-")[:1].isdigit():
         return ""
     head, dot, rest = word.partition("=")[0].partition(".")
     return head.replace("_", "-") + dot + rest

@@ -24,7 +24,7 @@ from workmem.engines.vllm.kv_blocks import KVBlocks
 from workmem.engines.vllm.offload_jobs import ChunkJob, ChunkJobs, JobEnd
 from workmem.store.contract import BlockId, KVStore, Lease, PageWrite, SaveState
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("vllm.workmem")
 
 ASK_AGAIN_S = 1.0
 """A chunk that was not there is asked for again after so long, while its request waits."""

@@ -24,7 +24,10 @@ _PREFETCH_TTL_S = 60.0
 
 
 class SchedulerSide:
-    """Of one engine. Called by its scheduler's thread alone."""
+    """Of one engine. Called by its scheduler's thread alone.
+
+    `may_load`, `may_save`: what the engine's role lets it do with the store; answers and hints are the same.
+    """
 
     def __init__(
         self,
@@ -35,8 +38,12 @@ class SchedulerSide:
         clock: Callable[[], float] = time.monotonic,
         *,
         announces: bool = False,
+        may_load: bool = True,
+        may_save: bool = True,
     ) -> None:
         self.counts: Counter[str] = Counter()
+        self._may_load = may_load
+        self._may_save = may_save
         self._store = store
         self._settings = settings
         self._size = facts.block_tokens
@@ -85,7 +92,7 @@ class SchedulerSide:
         found = self._lookup(tracked, keys)
         tracked.saved = found.blocks
         self._announce(tracked, 0, keys[: found.blocks])
-        if any(tier is not TierName.DRAM for tier in found.tiers):
+        if self._may_load and any(tier is not TierName.DRAM for tier in found.tiers):
             name = request.request_id
             tracked.prefetched = self._prefetching.lease(
                 tracked.scope, keys[: found.blocks], name, _PREFETCH_TTL_S
@@ -103,7 +110,7 @@ class SchedulerSide:
         keys = keys[: self._denied.allowed(keys)]
         if tracked.limit >= 0:
             keys = keys[: max(0, tracked.limit - tracked.local)]
-        if not keys:
+        if not keys or not self._may_load:
             return 0, False
         found = self._lookup(tracked, keys)
         tiers = found.tiers
@@ -185,7 +192,7 @@ class SchedulerSide:
             tracked.runs = True
             running.append((tracked, has + adds))
             # What is computed on a block that did not arrive is worth nothing, and only all workers together know.
-            if not self._is_mixed and unheard.isdisjoint(blocks):
+            if self._may_save and not self._is_mixed and unheard.isdisjoint(blocks):
                 self._plan_save(plan, tracked, blocks, has + adds)
         self.levers.steps(running)
         # Last: where something failed before, the loads are still there to be told as failed.

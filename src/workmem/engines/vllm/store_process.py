@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 from workmem.store.host.place import is_served
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("vllm.workmem")
 
 _PAUSE_S = 0.1
 

@@ -42,7 +42,7 @@ from rich.console import Console
 from rich.table import Table
 from systems import System, Worker, WorkerFailed
 from vllm_report import paired
-from vllm_systems import SOURCE, Place, alone, new_tag, ours, sweep
+from vllm_systems import SOURCE, Place, add_dtype, alone, new_tag, ours, sweep
 
 MAX_TOKENS = 8
 IN_FLIGHT = 2
@@ -295,7 +295,11 @@ def arms_of(arguments: argparse.Namespace, size: Size, cores: list[int]) -> list
     }
     found = []
     if arguments.vllm_python:
-        options = shared | {"dtype": "bfloat16", "cores": ",".join(map(str, cores)), "nudge": WARM_UP[:7]}
+        options = shared | {
+            "dtype": arguments.dtype,
+            "cores": ",".join(map(str, cores)),
+            "nudge": WARM_UP[:7],
+        }
         options["blocks"] = -(-pool // BLOCK_TOKENS) + 1
 
         def vllm(name: str, start: Callable[[dict[str, Any], Place], dict[str, Any]]) -> Arm:
@@ -349,6 +353,7 @@ def table(rows: list[dict[str, Any]], summed: list[dict[str, Any]]) -> tuple[Tab
 def parsed(words: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__ or "", "fleet", quick=QUICK, full=FULL, smoke=SMOKE)
     parser.add_argument("--vllm-python", type=Path, help="Python of an environment with vLLM for CPU")
+    add_dtype(parser, environment()["cpu_flags"])
     parser.add_argument("--folder", type=Path, help="disk the store lives on; default: the temporary one")
     parser.add_argument(
         "--cache", type=Path, default=Path("~/.cache/workmem").expanduser(), help="compiled kernels"
@@ -368,6 +373,7 @@ def main() -> None:
         "mode": arguments.mode._asdict() | {"size": mode.size._asdict()},
         "seed": arguments.seed,
         "model": arguments.model.name,
+        "vllm_dtype": arguments.dtype,
         "texts": arguments.workloads.name if arguments.workloads else "of the package",
         "in_flight": IN_FLIGHT,
         "answer_tokens": MAX_TOKENS,

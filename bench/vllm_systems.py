@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -9,7 +10,7 @@ import socket
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,6 +50,24 @@ class Kind(NamedTuple):
     is_paused: bool = True
     """False where the parts lose each other when none of them runs for a while."""
     why_absent: str = ""
+
+
+BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
+
+
+def fastest_dtype(cpu_flags: Iterable[str]) -> str:
+    """Of vLLM on this CPU: without arithmetic for bf16, float32 prefills five times as fast (`bench/engine.py`)."""
+    return "bfloat16" if BF16_FLAGS & set(cpu_flags) else "float32"
+
+
+def add_dtype(parser: argparse.ArgumentParser, cpu_flags: Iterable[str]) -> None:
+    """The option that says in what all of them compute."""
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default=fastest_dtype(cpu_flags),
+        help="of every vLLM; default: what this CPU computes fastest, so that no baseline is slowed",
+    )
 
 
 def free_port() -> int:

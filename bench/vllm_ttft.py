@@ -45,6 +45,7 @@ from vllm_systems import (
     SOURCE,
     Kind,
     Place,
+    add_dtype,
     drop_page_cache,
     kinds,
     new_tag,
@@ -328,7 +329,7 @@ def shared_options(arguments: argparse.Namespace, max_context: int) -> dict[str,
     cores = sorted(os.sched_getaffinity(0))
     return {
         "model": str(arguments.model),
-        "dtype": "bfloat16",
+        "dtype": arguments.dtype,
         "threads": len(cores),
         "cores": ",".join(map(str, cores)),
         "max_context": max_context,
@@ -343,6 +344,7 @@ def parsed(words: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--lmcache-python", type=Path, help="Python of an environment with LMCache")
     parser.add_argument("--mooncake-python", type=Path, help="Python of an environment with Mooncake")
+    add_dtype(parser, environment()["cpu_flags"])
     parser.add_argument("--folder", type=Path, help="disk the tiers live on; default: the temporary one")
     parser.add_argument(
         "--only", action="append", help="measure only the system of this name; may be repeated"
@@ -364,6 +366,7 @@ def main() -> None:
         "mode": arguments.mode._asdict(),
         "seed": arguments.seed,
         "model": arguments.model.name,
+        "dtype": arguments.dtype,
         "dram_gib": DRAM_GIB,
         "cold_tokens": COLD_TOKENS,
         "only": arguments.only,

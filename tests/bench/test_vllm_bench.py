@@ -176,6 +176,13 @@ def test_our_configuration_is_the_one_that_the_launcher_adds(place: Place):
         assert f'"{options["kv_transfer_config"][name]}"' in source
 
 
+@pytest.mark.parametrize(
+    ("flags", "dtype"), [(["avx2", "fma"], "float32"), (["avx512f", "avx512_bf16"], "bfloat16")]
+)
+def test_every_vllm_computes_in_what_this_cpu_does_fastest(flags: list[str], dtype: str):
+    assert vllm_systems.fastest_dtype(flags) == dtype
+
+
 def test_what_is_left_in_shared_memory_is_swept_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(vllm_systems, "SHARED_MEMORY", tmp_path)
     (tmp_path / "vllm_offload_wm-bench-1.mmap").touch()

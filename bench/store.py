@@ -124,8 +124,8 @@ class Bench:
     def run(self) -> None:
         """Measure what the journal does not have yet."""
         self._once("disk", fio, self._folder)
-        for script in ("lookups", "host_lookups"):
-            self._once(script, lookups, script, 0.5 if self._mode is not SMOKE else 0.02)
+        self._once("lookups", lookups, 0.5 if self._mode is not SMOKE else 0.02)
+        self._once("host_latency", host_latency, 3000 if self._mode is not SMOKE else 50)
         self.count_records()
         try:
             for round_number in range(self._mode.rounds):
@@ -253,9 +253,14 @@ def fio(folder: Path) -> dict[str, float]:
     return found
 
 
-def lookups(script: str, seconds: float) -> dict[str, Any]:
-    """Hashing, lookup, lease and a bare echo; or the same store from another process."""
-    return _script(f"{script}.py", "--seconds", str(seconds))
+def lookups(seconds: float) -> dict[str, Any]:
+    """Hashing, lookup and lease, within one process."""
+    return _script("lookups.py", "--seconds", str(seconds))
+
+
+def host_latency(rounds: int) -> list[dict[str, Any]]:
+    """Lookup and lease from another process, each beside an echo over the same kind of socket."""
+    return _script("../host_latency.py", "--rounds", str(rounds))["rows"]
 
 
 def records(folder: Path, count: int) -> dict[str, Any]:

@@ -107,17 +107,12 @@ def reaches(rows: list[dict[str, Any]], entries: dict[str, dict[str, Any]]) -> l
             add(f"{name}, of memcpy and xxh3-64", copied, COPY_BOUND, at_least=True)
         if row["system"] == OURS["ssd"] and row["size"] >= 2 * MIB and "raw_best" in row["of"]:
             add(f"{name}, of the raw disk", row["of"]["raw_best"]["median"], DISK_BOUND, at_least=True)
-    looked = {
-        name: times
-        for script in ("lookups", "host_lookups")
-        for name, times in entries.get(script, {}).get("found", {}).items()
-    }
+    looked = entries.get("lookups", {}).get("found", {})
     if "lookup_512" in looked:
         add("lookup of 512 keys, us", looked["lookup_512"]["p50_us"], LOOKUP_BOUND_US, at_least=False)
-        for n, bound in ECHO_BOUNDS.items():
-            if looked.keys() >= {f"host_lease_{n}", f"echo_{n}"}:
-                times = looked[f"host_lease_{n}"]["p50_us"] / looked[f"echo_{n}"]["p50_us"]
-                add(f"lookup and lease of {n} from another process, of an echo", times, bound, at_least=False)
+    for row in entries.get("host_latency", {}).get("found", ()):
+        what = f"lookup and lease of {row['blocks']} from another process, of an echo"
+        add(what, row["ratio_p50"], ECHO_BOUNDS[row["blocks"]], at_least=False)
     return found + growth(entries)
 
 

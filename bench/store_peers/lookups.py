@@ -1,9 +1,8 @@
-"""What a prefix costs before any byte moves, in microseconds: hashing, lookup, lease; and a bare echo to compare with.
+"""What a prefix costs before any byte moves, in microseconds: hashing, lookup, lease.
 
     python bench/store_peers/lookups.py --seconds 0.5
 
-Prints JSON. The echo is what the same two Python processes need for a message of that many keys and an answer of an
-address per key over a Unix socket: no store answers another process in less.
+Prints JSON. What it costs from another process: `bench/host_latency.py`.
 """
 
 from __future__ import annotations
@@ -11,9 +10,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import multiprocessing
 import queue
-import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -30,8 +27,7 @@ from workmem.store.store import Store
 
 BLOCKS = (32, 512)
 LAYOUT = KVLayout(dtype="bf16", layers=1, kv_heads=1, head_dim=64)
-KEY_BYTES, ADDRESS_BYTES = 32, 16
-"""Of a message and of its answer, per block: where the page lies, and the generation of the frame under it."""
+KEY_BYTES = 32
 
 
 def timed(
@@ -120,57 +116,14 @@ def measure_saves(seconds: float) -> dict[str, dict[str, Any]]:
         }
 
 
-def measure_echo(seconds: float) -> dict[str, dict[str, Any]]:
-    """Between two processes: a request of n keys, an answer of n addresses."""
-    found: dict[str, dict[str, Any]] = {}
-    for n in BLOCKS:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        request, answer = bytes(n * KEY_BYTES), n * ADDRESS_BYTES
-        server = multiprocessing.get_context("fork").Process(
-            target=_answer, args=(theirs, ours, len(request), answer)
-        )
-        server.start()
-        theirs.close()
-        into = bytearray(answer)
-
-        def ask(ours: socket.socket = ours, request: bytes = request, into: bytearray = into) -> None:
-            ours.sendall(request)
-            _receive(ours, into)
-
-        found[f"echo_{n}"] = timed(ask, seconds)
-        ours.close()
-        server.join()
-    return found
-
-
-def _answer(connection: socket.socket, other: socket.socket, request_bytes: int, answer_bytes: int) -> None:
-    other.close()
-    into, answer = bytearray(request_bytes), bytes(answer_bytes)
-    while _receive(connection, into):
-        connection.sendall(answer)
-
-
-def _receive(connection: socket.socket, into: bytearray) -> bool:
-    """Fill `into`; False when the other side is gone."""
-    view, at = memoryview(into), 0
-    while at < len(into):
-        got = connection.recv_into(view[at:])
-        if not got:
-            return False
-        at += got
-    return True
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seconds", type=float, default=1.0)
     seconds: float = parser.parse_args().seconds
-    # The echo first: its server is forked, and must not inherit the store's threads.
-    found = measure_echo(seconds)
     use_native_copy(cache_dir())
-    print(json.dumps(found | measure_store(seconds) | measure_saves(seconds)))
+    print(json.dumps(measure_store(seconds) | measure_saves(seconds)))
 
 
 if __name__ == "__main__":

@@ -96,6 +96,11 @@ class WorkmemConnector(KVConnectorBase_V1, SupportsHMA):
         if side is not None:
             self._guard.call(lambda: self._bind_pool(side, gpu_block_pool), None)
 
+    def blocks_that_give_way(self) -> int:
+        """Of those held in the pool, the ones that are free as soon as somebody needs them. For our scheduler class."""
+        side = self._scheduler
+        return 0 if side is None else self._guard.call(side.levers.gives_way, 0)
+
     def has_pending_block_frees(self) -> bool:
         """VLLM asks before it preempts: pins give way, and it tries again in its next step. See `Levers.is_short`."""
         side = self._scheduler

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from workmem.config import Config, cache_dir, host_socket, load
+from workmem.engines.vllm.launch import MODULE
 from workmem.engines.vllm.store_process import ensure_store
 from workmem.store.copying import use_native_copy
 from workmem.store.host.client import HostStore
@@ -16,6 +18,24 @@ log = logging.getLogger("vllm.workmem")
 def read_settings(said: Mapping[str, object]) -> Config:
     """Our settings, with those of vLLM's configuration that are dotted paths. Raises ConfigError on a bad one."""
     return load(sets=[f"{path}={value}" for path, value in said.items() if "." in path]).config
+
+
+def said_of_us(transfer: Any) -> Mapping[str, object]:
+    """What vLLM's `KVTransferConfig` says of our connector, which may be one of several; nothing where it is not there."""
+    if transfer is None:
+        return {}
+    said: Mapping[str, Any] = transfer.kv_connector_extra_config or {}
+    if transfer.kv_connector_module_path == MODULE:
+        return said
+    children: Sequence[Mapping[str, Any]] = said.get("connectors") or ()
+    return next(
+        (
+            child.get("kv_connector_extra_config") or {}
+            for child in children
+            if child.get("kv_connector_module_path") == MODULE
+        ),
+        {},
+    )
 
 
 def open_store(settings: Config, said: Mapping[str, object], *, starts: bool = True) -> HostStore:

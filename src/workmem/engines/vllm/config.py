@@ -31,3 +31,11 @@ class VllmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Contexts are held for so long where a hint does not say."""
     pin_ttl_max_s: Annotated[float, Meta(gt=0)] = 3600.0
     """A hint that asks for more gets this."""
+    priority_s: Annotated[float, Meta(ge=0)] = 1.0
+    """With our scheduler class: a step of a request's priority is worth so many seconds of waiting. 0: no order of ours."""
+    critical_priority: Annotated[int, Meta(ge=-100, le=101)] = 50
+    """From this priority on a request is critical; 101: none is."""
+    reserve_share: Annotated[float, Meta(ge=0, lt=1)] = 0.1
+    """With our scheduler class: share of vLLM's blocks kept for critical requests when others are admitted."""
+    reserve_s: Annotated[float, Meta(ge=0)] = 30.0
+    """Kept for so long after the last critical request, then lent to all. Nobody is held back for longer either."""

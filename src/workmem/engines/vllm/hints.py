@@ -20,6 +20,7 @@ ROADS = ("workmem", "kv_hints")
 """Under these names `kv_transfer_params` may have an envelope."""
 
 Name = Annotated[str, Meta(min_length=1, max_length=TEXT_MAX)]
+Priority = Annotated[int, Meta(ge=-100, le=100)]
 
 
 class Kind(StrEnum):
@@ -41,7 +42,7 @@ class Payload(msgspec.Struct, frozen=True, kw_only=True):
     """What an action may say more. Other fields are ignored: they may be of a newer version."""
 
     ttl_s: Annotated[float, Meta(gt=0)] | None = None
-    priority: Annotated[int, Meta(ge=-100, le=100)] = 0
+    priority: Priority = 0
     """Higher stays longer."""
     tokens: Annotated[int, Meta(ge=1)] | None = None
     """Only so many from the beginning."""
@@ -76,6 +77,8 @@ class Hints(msgspec.Struct):
     """Of one request."""
 
     session: str = ""
+    priority: int = 0
+    """Of the request: what it says, or the highest of its actions. Higher is admitted earlier."""
     actions: list[Action] = []
     outcomes: list[Outcome] = []
     """Of those that cannot be done, from the beginning; the others join as they are done."""
@@ -91,13 +94,30 @@ class _Said(msgspec.Struct, frozen=True):
 def read_hints(envelope: object, params: Mapping[str, Any] | None, session: object) -> Hints:
     """What came by all roads: vLLM's own field, `kv_transfer_params`, and the session of the request."""
     hints = Hints(session=_name(session))
+    priority: int | None = None
     _read_envelope(hints, "kv_hints", envelope)
     for road in ROADS:
         said = params.get(road) if params else None
         _read_envelope(hints, f"kv_transfer_params.{road}", said)
-        if isinstance(said, Mapping) and not hints.session:
-            hints.session = _name(cast("Mapping[str, object]", said).get("session_id"))
+        if not isinstance(said, Mapping):
+            continue
+        beside = cast("Mapping[str, object]", said)
+        hints.session = hints.session or _name(beside.get("session_id"))
+        if priority is None:
+            priority = _priority(hints, f"kv_transfer_params.{road}.priority", beside.get("priority"))
+    of_actions = max((action.payload.priority for action in hints.actions), default=0)
+    hints.priority = of_actions if priority is None else priority
     return hints
+
+
+def _priority(hints: Hints, place: str, said: object) -> int | None:
+    if said is None:
+        return None
+    try:
+        return msgspec.convert(said, Priority)
+    except msgspec.ValidationError as error:
+        hints.outcomes.append(Outcome(place, "rejected", str(error)))
+        return None
 
 
 def _name(said: object) -> str:

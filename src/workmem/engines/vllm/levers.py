@@ -188,6 +188,10 @@ class Levers:
 
     # -- the engine
 
+    def gives_way(self) -> int:
+        """Blocks that are held for contexts between turns, and by nobody else."""
+        return 0 if self.pins is None else self.pins.within_reach
+
     def release(self) -> None:
         """Hold nothing of the engine's any more."""
         if self.pins is not None:

@@ -103,6 +103,11 @@ class DevicePins:
         """Blocks of the pool that nobody holds."""
         return self._pool.get_num_free_blocks()
 
+    @property
+    def within_reach(self) -> int:
+        """Blocks that only pins hold."""
+        return sum(self._pool.blocks[number].ref_cnt == 1 for number in self._uses)
+
     def pin(self, owner: Owner, name: str, blocks: Sequence[int], *, ttl_s: float, priority: int = 0) -> int:
         """Hold the leading `blocks` that the prefix cache has; a pin of the same owner and name ends.
 
@@ -183,8 +188,7 @@ class DevicePins:
         must = needed()
         if before >= must + spare:
             return False
-        within_reach = before + sum(pool.blocks[number].ref_cnt == 1 for number in self._uses)
-        if within_reach < must:
+        if before + self.within_reach < must:
             return False
         order = self._in_order()
         for pin in [pin for pin in order if pin[0] != last] + [pin for pin in order if pin[0] == last]:

@@ -67,6 +67,11 @@ bench-fleet: $(VLLM_VENV)/.stamp-vllm model ## Agents round after round, with an
 	@$(BIN)/python bench/fleet.py --quick --model "$$($(BIN)/workmem model prepare $(MODEL))" \
 	  --vllm-python $(VLLM_VENV)/bin/python $(ARGS)
 
+.PHONY: bench-agents
+bench-agents: $(VLLM_VENV)/.stamp-vllm model ## Agents that wait for tools, on a vLLM with little memory: alone, with us, peers (quick form)
+	@$(BIN)/python bench/agents.py --quick --model "$$($(BIN)/workmem model prepare $(MODEL))" \
+	  --vllm-python $(VLLM_VENV)/bin/python $(ARGS)
+
 .PHONY: test
 test: check model ## All checks and all tests
 	$(STEP) 'tests'

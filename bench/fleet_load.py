@@ -8,7 +8,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -96,13 +96,12 @@ class Load:
 
 def load_of(size: Size, model: Path, folder: Path | None, seed: int) -> Load:
     """The load over texts of `folder`, or over those that come with the package."""
-    from tokenizers import Tokenizer  # noqa: PLC0415 - only the controller has it
+    return Load(size, *pools_of(model, folder), seed)
 
-    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
 
-    def encoded(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False).ids
-
+def pools_of(model: Path, folder: Path | None) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+    """Token ids of texts by kind, and what stands before each part; texts as in `load_of`."""
+    encoded = encoder_of(model)
     texts: dict[str, list[str]] = {"system": [], "answer": [], "result": []}
     for kind, text in _packaged() if folder is None else messages_of(folder):
         texts[kind].append(text)
@@ -111,7 +110,15 @@ def load_of(size: Size, model: Path, folder: Path | None, seed: int) -> Load:
         raise SystemExit(f"{folder} has no messages of these kinds: {', '.join(empty)}")
     pools = {kind: [i for text in found for i in encoded(text)] for kind, found in texts.items()}
     heads = {kind: encoded(f"\n\n[{kind}]\n") for kind in ("system", "answer", "result", "message")}
-    return Load(size, pools, heads, seed)
+    return pools, heads
+
+
+def encoder_of(model: Path) -> Callable[[str], list[int]]:
+    """Text to token ids, without special ones."""
+    from tokenizers import Tokenizer  # noqa: PLC0415 - only the controller has it
+
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def _packaged() -> Iterator[tuple[str, str]]:

@@ -170,6 +170,36 @@ def plot_fleet(result: dict[str, Any]) -> plt.Figure:
     return figure
 
 
+def plot_agents(result: dict[str, Any]) -> plt.Figure:
+    """By arm: input tokens a second, times to first token (median, and 95th percentile above it), tokens computed."""
+    rows = {row["arm"]: row for row in result["rows"]}
+    names = [name for name in result["systems"] if name in rows]
+    places, colours = range(len(names)), _COLOURS[: len(names)]
+    figure, panels = plt.subplots(1, 3, figsize=(13, 4.5), layout="constrained")
+    for place, name, colour in zip(places, names, colours, strict=True):
+        row = rows[name]
+        _bars(panels[0], [place], [row["input_tokens_per_s"]], 0.7, name, colour)
+        for offset, of in ((-0.2, "ttft_first_s"), (0.2, "ttft_later_s")):
+            panels[1].bar(place + offset, row[of]["p95"], 0.36, color=colour, alpha=0.45)
+            panels[1].bar(place + offset, row[of]["p50"], 0.36, color=colour)
+        new = row["computed"] - row["recomputed"]
+        panels[2].bar(place, new, 0.7, color="#999999")
+        panels[2].bar(place, row["recomputed"], 0.7, bottom=new, color=colour)
+    panels[0].set_ylabel("input tokens/s")
+    panels[1].set_ylabel("time to first token, s: first turns, later turns")
+    panels[1].set_yscale("log")
+    panels[2].set_ylabel("tokens computed: new (grey), again")
+    for panel in panels:
+        panel.set_xticks([])
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, ncols=6, fontsize="small", frameon=False, loc="outside lower center")
+    figure.suptitle(
+        f"{result['config']['mode']['size']['sessions']} sessions, {result['config']['prompt_tokens']:,} prompt tokens, "
+        f"{result['machine']['cpu']}, {result['machine']['cores']} cores"
+    )
+    return figure
+
+
 def _rate_line(panel: Any, rows: list[dict[str, Any]], name: str, colour: str) -> None:
     """One store; beside ours, the copies that alternated with it."""
     sizes = [row["size"] for row in rows]
@@ -197,6 +227,7 @@ _PLOTS: dict[str, Callable[[dict[str, Any]], plt.Figure]] = {
     "store": plot_store,
     "vllm-ttft": plot_vllm_ttft,
     "fleet": plot_fleet,
+    "agents": plot_agents,
 }
 
 

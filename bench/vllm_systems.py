@@ -82,12 +82,17 @@ def alone(shared: dict[str, Any], _: Place) -> dict[str, Any]:
     return shared
 
 
-def ours(shared: dict[str, Any], place: Place, dram: str = f"{DRAM_GIB}GiB") -> dict[str, Any]:
+def dram_gib(shared: dict[str, Any]) -> int:
+    """Of each system's memory tier, where a benchmark needs another one."""
+    return shared.get("dram_gib", DRAM_GIB)
+
+
+def ours(shared: dict[str, Any], place: Place, dram: str = "") -> dict[str, Any]:
     """As `workmem vllm serve` adds to vLLM, over a store that ends with it."""
     path = place.sockets / "s.sock"
     store = {
         "store.host.socket": str(path),
-        "store.dram.bytes": dram,
+        "store.dram.bytes": dram or f"{dram_gib(shared)}GiB",
         "store.ssd.path": str(place.folder / "ssd"),
         "store.ssd.bytes": SSD,
     }
@@ -118,7 +123,7 @@ def native(shared: dict[str, Any], place: Place) -> dict[str, Any]:
             "kv_connector_extra_config": {
                 "spec_name": "WorkmemCpuSpec",
                 "spec_module_path": "workmem.plugins.vllm_cpu",
-                "cpu_bytes_to_use": DRAM_GIB * GIB,
+                "cpu_bytes_to_use": dram_gib(shared) * GIB,
                 "secondary_tiers": [
                     {
                         "type": "fs",
@@ -140,8 +145,8 @@ def lmcache(python: Path) -> Callable[[dict[str, Any], Place], dict[str, Any]]:
         files.mkdir(parents=True, exist_ok=True)
         command = [str(python), str(python.parent / "lmcache"), "server", "--host", "127.0.0.1"]
         command += ["--port", str(port), "--http-host", "127.0.0.1", "--http-port", str(free_port())]
-        command += ["--l1-size-gb", str(DRAM_GIB), "--no-l1-use-lazy", "--eviction-policy", "LRU"]
-        command += ["--chunk-size", str(CHUNK_TOKENS), "--disable-observability"]
+        command += ["--l1-size-gb", str(dram_gib(shared)), "--no-l1-use-lazy", "--eviction-policy", "LRU"]
+        command += ["--chunk-size", str(shared.get("chunk_tokens", CHUNK_TOKENS)), "--disable-observability"]
         command += ["--supported-transfer-mode", "auto", "--shm-name", place.tag]
         command += ["--l2-adapter", json.dumps({"type": "fs", "base_path": str(files)})]
         quiet = {
@@ -178,7 +183,7 @@ def mooncake(python: Path) -> Callable[[dict[str, Any], Place], dict[str, Any]]:
         config = {
             "metadata_server": "P2PHANDSHAKE",
             "master_server_address": f"127.0.0.1:{port}",
-            "global_segment_size": f"{DRAM_GIB}GB",
+            "global_segment_size": f"{dram_gib(shared)}GB",
             "local_buffer_size": "256MB",
             "protocol": "tcp",
             "device_name": "",

@@ -3,6 +3,7 @@
 Runs under vLLM's own Python. Requests (`do`):
     ask     one prompt, greedy: when its tokens came, which, how many of the prompt were cached, and from where
     fleet   many prompts, some in flight at a time, as `ask` each
+    play    sessions, each of which asks again a while after its last answer, as `ask` each
     settle  wait until what was computed has left the engine; seconds that took
     reset   empty vLLM's own prefix cache
     close   end the engine, then its servers, so that what they hold reaches their disks
@@ -21,6 +22,7 @@ import time
 from importlib import metadata
 from typing import Any
 
+from open_loop import play
 from protocol import Handle, end_with_controller, serve_requests
 
 SERVER_S = 60.0
@@ -82,7 +84,7 @@ class Engine:
         self._servers = servers
         self._sampling = vllm.SamplingParams
         self._nudge = options["nudge"]
-        more = dict(options.get("llm", {}))
+        more = options.get("engine", {}) | options.get("llm", {})
         if transfer := options.get("kv_transfer_config"):
             more["kv_transfer_config"] = transfer
         if options.get("blocks"):
@@ -114,6 +116,9 @@ class Engine:
                 return {
                     "answers": self._answers(request["prompts"], request["max_tokens"], request["in_flight"])
                 }
+            case "play":
+                found = play(request["sessions"], self._add, self._step, time.perf_counter, time.sleep)
+                return {"sessions": found, "counts": _counts(self._engine)}
             case "settle":
                 return {"saved_s": self._settle()}
             case "reset":
@@ -157,6 +162,28 @@ class Engine:
                     }
         return found
 
+    def _add(self, session: dict[str, Any], turn: dict[str, Any]) -> str:
+        """Hand a turn of a session to the engine; `params` are what its client says to connectors."""
+        said = {"extra_args": {"kv_transfer_params": session["params"]}} if session.get("params") else {}
+        sampling = self._sampling(
+            temperature=0, max_tokens=turn["max_tokens"], ignore_eos=True, detokenize=False, **said
+        )
+        name, self._serial = str(self._serial), self._serial + 1
+        self._engine.add_request(name, {"prompt_token_ids": turn["prompt"]}, sampling)
+        return name
+
+    def _step(self) -> list[tuple[str, int, dict[str, Any] | None]]:
+        """See `open_loop.Step`."""
+        found: list[tuple[str, int, dict[str, Any] | None]] = []
+        for output in self._engine.step():
+            ids = list(output.outputs[0].token_ids)
+            answer = None
+            if output.finished:
+                answer = {"token_ids": ids, "cached": output.num_cached_tokens or 0}
+                answer |= {"sources": _sources(output), "hints": _said(output).get("hints")}
+            found.append((output.request_id, len(ids), answer))
+        return found
+
     def _reset(self) -> bool:
         """Whether vLLM's cache is empty: it is not as long as a connector that still saves holds blocks."""
         until = time.monotonic() + SETTLE_S
@@ -190,8 +217,22 @@ class Engine:
 
 def _sources(output: Any) -> dict[str, int] | None:
     """Where our connector says that the prompt's tokens came from."""
-    said = (getattr(output, "kv_transfer_params", None) or {}).get("workmem")
-    return said["tokens"] if said else None
+    return _said(output).get("tokens")
+
+
+def _said(output: Any) -> dict[str, Any]:
+    """By our connector, of a request; nothing by another one."""
+    return (getattr(output, "kv_transfer_params", None) or {}).get("workmem") or {}
+
+
+def _counts(engine: Any) -> dict[str, int]:
+    """What our connector's levers did; nothing of another one."""
+    core = getattr(engine.engine_core, "engine_core", None)
+    side = getattr(getattr(getattr(core, "scheduler", None), "connector", None), "_scheduler", None)
+    levers = getattr(side, "levers", None)
+    if levers is None:
+        return {}
+    return dict(side.counts) | dict(levers.counts) | dict(levers.pins.counts if levers.pins else {})
 
 
 def _pending() -> Any:

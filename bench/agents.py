@@ -42,7 +42,7 @@ from harness import (
 )
 from rich.console import Console
 from systems import Worker, WorkerFailed
-from vllm_systems import OURS, SOURCE, Kind, Place, kinds, new_tag, ours, sweep, system_of
+from vllm_systems import OURS, SOURCE, Kind, Place, add_dtype, kinds, new_tag, ours, sweep, system_of
 
 POOL_SHARE = 0.25
 BLOCK_TOKENS = 32
@@ -67,7 +67,7 @@ class Mode(NamedTuple):
     budget_s: float
 
 
-QUICK = Mode("quick", Size(12, 4, 1600, 10.0), 2, 1, 2, 560.0)
+QUICK = Mode("quick", Size(8, 5, 1600, 10.0), 2, 1, 2, 560.0)
 FULL = Mode("full", Size(16, 7, 4000, 20.0), 3, 2, 4, 3400.0)
 SMOKE = Mode("smoke", Size(4, 3, 1500, 3.0), 1, 1, 1, 3000.0)
 
@@ -255,9 +255,7 @@ def parsed(words: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--lmcache-python", type=Path, help="Python of an environment with LMCache")
     parser.add_argument("--mooncake-python", type=Path, help="Python of an environment with Mooncake")
-    parser.add_argument(
-        "--dtype", default="float32", help="of weights and KV; without bf16 units float32 is vLLM's fastest"
-    )
+    add_dtype(parser, environment()["cpu_flags"])
     parser.add_argument("--folder", type=Path, help="disk the tiers live on; default: the temporary one")
     parser.add_argument("--only", action="append", help="only this arm; may be repeated")
     return parser.parse_args(words)

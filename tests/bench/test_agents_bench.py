@@ -168,7 +168,6 @@ def test_without_vllm_alone_nothing_is_compared_with_it():
 
 def test_arms_differ_in_their_connector_alone(tmp_path: Path, load: Load):
     arguments = agents.parsed(["--quick", "--model", "m", "--vllm-python", "v", "--workloads", "w"])
-    assert arguments.dtype == "float32"
     arms = {kind.name: kind for kind in agents.arms_of(arguments)}
     assert list(arms) == [ALONE, OURS, PLAIN, NATIVE, LMCACHE, vllm_systems.MOONCAKE]
     shared = agents.shared_options(arguments, agents.QUICK, load)

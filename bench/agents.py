@@ -9,8 +9,8 @@ originals. A turn is due a gap after the answer before it; its clock starts then
 text too, so that every arm sees the same prompts.
 
 Arms run one after the other, each with a fresh engine and a fresh store, in reverse order every second repetition. Two
-of them are ours: with the levers that a gateway pulls (session, a pin for as long as a tool is likely to take), and without
-any, which says what comes of holding contexts and what of policy.
+of them are ours: with the levers that a gateway pulls (session, a pin for as long as a tool is likely to take, who comes
+back from a tool before who begins), and without any, which says what comes of holding contexts and what of policy.
 
 A run that is ended early, or had too little time, goes on when the same command runs again.
 """
@@ -51,6 +51,8 @@ CHUNK_TOKENS = 32
 """Of LMCache, whose 256 are scaled along: a block."""
 WARM_UP = list(range(1000, 1300))
 """Token ids that no text of the load begins with: who computes first pays for what happens once."""
+BACK_PRIORITY = 20
+"""Of a turn whose session is known: a little to compute, and an agent that waits. Others are overtaken for 20 s at most."""
 START_S, ASK_S, CLOSE_S = 300.0, 300.0, 120.0
 
 
@@ -161,10 +163,14 @@ class Bench:
         return [
             {
                 "start_s": session.start_s,
-                "params": said(session.name, pin_s(self._load)) if has_levers else None,
                 "turns": [
-                    {"prompt": turn.prompt, "max_tokens": turn.max_tokens, "gap_s": turn.gap_s}
-                    for turn in session.requests
+                    {
+                        "prompt": turn.prompt,
+                        "max_tokens": turn.max_tokens,
+                        "gap_s": turn.gap_s,
+                        "params": said(session.name, number, pin_s(self._load)) if has_levers else None,
+                    }
+                    for number, turn in enumerate(session.requests)
                 ],
             }
             for session in self._load.sessions
@@ -204,15 +210,18 @@ def pin_s(load: Load) -> float:
     return 2 * typical(load.tool_gaps_s, 0.9)
 
 
-def said(session: str, seconds: float) -> dict[str, Any]:
-    """What a gateway sends with each request of an agent."""
+def said(session: str, turn: int, seconds: float) -> dict[str, Any]:
+    """What a gateway sends with a request of an agent: it knows which sessions it has seen before."""
     pin = {"action_id": "tool", "action_type": "Pin", "action_version": "1", "payload": {"ttl_s": seconds}}
-    return {"workmem": {"session_id": session, "actions": [pin]}}
+    return {
+        "workmem": {"session_id": session, "priority": BACK_PRIORITY if turn else 0, "actions": [pin]},
+    }
 
 
 def with_levers(shared: dict[str, Any], place: Place) -> dict[str, Any]:
-    """Ours, whose pins end by their time."""
+    """Ours, whose pins end by their time, and whose scheduler listens."""
     options = ours(shared, place)
+    options["llm"] |= {"scheduler_cls": "workmem.plugins.vllm_scheduler.AgentScheduler"}
     options["kv_transfer_config"]["kv_connector_extra_config"] |= {"vllm.retention": "ttl"}
     return options
 
@@ -275,6 +284,7 @@ def config_of(
         "scale": SCALE,
         "gap_max_s": GAP_MAX_S / SCALE,
         "pin_s": pin_s(load),
+        "back_priority": BACK_PRIORITY,
         "coding": CODING,
         "block_tokens": BLOCK_TOKENS,
         "working_set": working_set,

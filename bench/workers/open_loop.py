@@ -14,7 +14,7 @@ Step = Callable[[], Iterable[tuple[str, int, "dict[str, Any] | None"]]]
 
 def play(
     sessions: Sequence[dict[str, Any]],
-    add: Callable[[dict[str, Any], dict[str, Any]], str],
+    add: Callable[[dict[str, Any]], str],
     step: Step,
     clock: Callable[[], float],
     sleep: Callable[[float], None],
@@ -34,7 +34,7 @@ def play(
         while due and due[0][0] <= now:
             at_s, index, turn = heapq.heappop(due)
             found[index][turn]["due_s"] = at_s
-            running[add(sessions[index], sessions[index]["turns"][turn])] = (index, turn)
+            running[add(sessions[index]["turns"][turn])] = (index, turn)
         if not running:
             sleep(min(IDLE_S, due[0][0] - now))
         # Without a request too: so a connector hears of what has ended.

@@ -162,9 +162,9 @@ class Engine:
                     }
         return found
 
-    def _add(self, session: dict[str, Any], turn: dict[str, Any]) -> str:
-        """Hand a turn of a session to the engine; `params` are what its client says to connectors."""
-        said = {"extra_args": {"kv_transfer_params": session["params"]}} if session.get("params") else {}
+    def _add(self, turn: dict[str, Any]) -> str:
+        """Hand a session's turn to the engine; `params` are what its client says to connectors."""
+        said = {"extra_args": {"kv_transfer_params": turn["params"]}} if turn.get("params") else {}
         sampling = self._sampling(
             temperature=0, max_tokens=turn["max_tokens"], ignore_eos=True, detokenize=False, **said
         )

@@ -45,7 +45,7 @@ class Engine:
         self.begun: list[tuple[str, float]] = []
         self.tokens = 0
 
-    def add(self, session, turn) -> str:
+    def add(self, turn) -> str:
         self.begun.append((turn["name"], self.now))
         self.waiting.append(turn["name"])
         return turn["name"]
@@ -176,6 +176,15 @@ def test_arms_differ_in_their_connector_alone(tmp_path: Path, load: Load):
     extra = with_us["kv_connector_extra_config"]
     assert extra.pop("vllm.retention") == "ttl"
     assert with_us == plain
+    assert {
+        name: "scheduler_cls" in kind.start(shared, place).get("llm", {})
+        for name, kind in list(arms.items())[:4]
+    } == {
+        ALONE: False,
+        OURS: True,
+        PLAIN: False,
+        NATIVE: False,
+    }
     for name in (ALONE, OURS, PLAIN, NATIVE):
         options = arms[name].start(shared, place)
         assert {key: options[key] for key in ("blocks", "engine", "dtype", "cores")} == {
@@ -200,8 +209,9 @@ def test_the_pool_is_a_quarter_of_what_sessions_hold_and_has_room_for_the_longes
 
 
 def test_the_connector_reads_what_a_gateway_sends(load: Load):
-    hints = read_hints(None, agents.said("coding-1", agents.pin_s(load)), None)
-    assert hints.session == "coding-1"
+    hints = read_hints(None, agents.said("coding-1", 1, agents.pin_s(load)), None)
+    assert (hints.session, hints.priority) == ("coding-1", agents.BACK_PRIORITY)
+    assert read_hints(None, agents.said("coding-1", 0, 1.0), None).priority == 0
     assert [(action.kind, action.payload.ttl_s) for action in hints.actions] == [(Action.PIN, 2.0)]
     assert not hints.outcomes
 
@@ -239,7 +249,7 @@ class ScriptedWorker:
         plays = [name for name, do in self._machine.asked if do == "play"]
         if (self._name, plays.count(self._name)) == self._machine.dies_at:
             raise KeyboardInterrupt
-        if any(session["params"] for session in request["sessions"]):
+        if all(turn["params"] for session in request["sessions"] for turn in session["turns"]):
             self._machine.hinted.add(self._name)
         answer = {"due_s": 1.0, "ttft_s": 1.0, "end_s": 9.0, "cached": 0, "token_ids": [1]}
         answer |= {"sources": {"computed": 7}, "hints": [{"id": "tool", "outcome": "accepted"}]}

@@ -6,16 +6,19 @@ import math
 import os
 import time
 
+import msgspec
 import pytest
 
 from workmem.core.errors import CapacityError, ConfigError, InvariantError, LeaseError, TransferError
 from workmem.core.events import BoundReached
+from workmem.core.layout import DTYPE_BYTES
 from workmem.core.outcomes import MissReason, TierName
 from workmem.store.contract import PageWrite, SaveState
 from workmem.store.host import messages
 from workmem.store.host.client import HostStore
 from workmem.store.host.session import HostLimits
 from workmem.store.saver import fill
+from workmem.store.selector import PurgeSelector
 from workmem.testing.pages import SLICED, Chain, namespace, page_bytes, read_all, settle
 from workmem.testing.waiting import wait_until
 
@@ -368,6 +371,102 @@ def test_leases_and_reservations_of_one_client_are_bounded(host):
     assert {"store.host.leases", "store.host.reservations", "store.host.namespaces"} <= host.bounds()
     for lease in leases:
         lease.release()
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPE_BYTES))
+def test_pages_of_every_type_are_kept(host, dtype):
+    host.serve()
+    client = host.client()
+    chain = Chain(namespace(dtype, msgspec.structs.replace(SLICED, dtype=dtype)), 2)
+    assert set(chain.save(client)) == {SaveState.STORED}
+    assert read_all(client, chain.root, chain.keys) == 2
+    assert client.gauges()["store_client_reconnects_total"] == 0
+
+
+def test_a_namespace_too_many_is_a_miss_and_no_harm_to_others(host):
+    """Whoever chooses salts must not take the store from everybody."""
+    host.serve(limits=HostLimits(namespaces=2))
+    client = host.client()
+    first, second, third = (Chain(namespace(name), 2) for name in "abc")
+    first.save(client)
+    second.save(client)
+    assert set(third.save(client)) == {SaveState.DROPPED}
+    assert third.tiers(client) == ()
+    longer = Chain(namespace("a"), 2, behind=first, seed=5)
+    states = []
+    client.save(longer.root, longer.writes(states.append, range(2, 4)))
+    assert client.flush(20)
+    assert states == [SaveState.STORED] * 2
+    # Nor after a restart, at which the server is told of all.
+    host.stop()
+    host.serve(limits=HostLimits(namespaces=2))
+    wait_until(lambda: client.is_attached)
+    assert len(longer.tiers(client)) == 4
+    assert len(second.tiers(client)) == 2
+
+
+def test_namespaces_that_hold_nothing_make_room_for_others(host):
+    host.serve(limits=HostLimits(namespaces=4))
+    client = host.client()
+    kept = Chain(namespace("kept"), 2)
+    kept.save(client)
+    passing = [Chain(namespace(f"epoch {number}"), 2) for number in range(20)]
+    for chain in passing:
+        client.register(chain.space)
+        assert chain.tiers(client) == ()
+    assert kept.tiers(client) == (TierName.DRAM,) * 2
+    # One that was forgotten is told anew when it is wanted after all: by who saves in it, and by who asks.
+    states = []
+    client.save(passing[0].root, passing[0].writes(states.append))
+    assert client.flush(20)
+    assert states == [SaveState.STORED] * 2
+    assert passing[0].tiers(client) == (TierName.DRAM,) * 2
+    assert client.lookup(passing[1].root, passing[1].keys).reason is MissReason.COLD
+    assert client.gauges()["store_client_reconnects_total"] == 0
+    client.audit()
+    host.stop()
+    host.serve(limits=HostLimits(namespaces=4))
+    wait_until(lambda: client.is_attached)
+    assert passing[0].tiers(client) == (TierName.SSD,) * 2
+    assert kept.tiers(client) == (TierName.SSD,) * 2
+
+
+def test_a_namespace_that_was_emptied_and_forgotten_comes_back_under_another_number(host):
+    host.serve(limits=HostLimits(namespaces=2))
+    client = host.client()
+    first, other = Chain(namespace("first"), 2), Chain(namespace("other"), 2)
+    first.save(client)
+    assert client.purge(PurgeSelector(everything=True)).blocks == 2
+    assert client.flush(20)
+    other.save(client)
+    for number in range(4):
+        client.register(namespace(f"passing {number}"))
+    first.save(client)
+    host.stop()
+    host.serve(limits=HostLimits(namespaces=8))
+    wait_until(lambda: client.is_attached)
+    assert first.tiers(client) == other.tiers(client) == (TierName.SSD,) * 2
+    assert read_all_of(client, first) == 2
+    client.audit()
+
+
+def test_a_client_remembers_the_namespaces_that_were_used_last(host, monkeypatch):
+    monkeypatch.setattr("workmem.store.host.client.SPACES_MAX", 3)
+    monkeypatch.setattr("workmem.store.host.client.DECLARED_MAX", 1)
+    host.serve()
+    client = host.client()
+    chains = [Chain(namespace(name), 2) for name in "abcde"]
+    for chain in chains:
+        chain.save(client)
+    with pytest.raises(InvariantError, match="not registered"):
+        client.lookup(chains[0].root, chains[0].keys)
+    host.stop()
+    host.serve()
+    wait_until(lambda: client.is_attached)
+    # Told of the last alone, the server hears of the others as they are asked for.
+    assert [len(chain.tiers(client)) for chain in chains[2:]] == [2, 2, 2]
+    client.register(chains[0].space)
+    assert len(chains[0].tiers(client)) == 2
 
 
 def test_a_forked_child_gets_misses_and_leaves_its_parents_connection_alone(host):

@@ -255,6 +255,19 @@ class Pool:
         with self.state.outbox:
             self.state.leaving.pop(space.number, None)
 
+    def forget_empty(self) -> int:
+        """See `Store.forget_empty`."""
+        with self.state.outbox:
+            spaces = self.state.spaces
+            empty = [space for space in spaces.values() if not space.rows and not space.filling]
+            # Those that were opened first: the others may be about to get their first page.
+            gone = empty[: -(-len(empty) // 2)]
+            for space in gone:
+                # Whoever has it at hand saves nothing in it any more.
+                space.is_purged = True
+                del spaces[space.root]
+        return len(gone)
+
     def forget_space(self, space: Space) -> None:
         """Replay found that a namespace was purged before the last stop."""
         with self.state.outbox:

@@ -186,6 +186,13 @@ class Store:
                 self._pins.purged(space.root)
         return gone
 
+    def forget_empty(self) -> int:
+        """Forget namespaces that hold nothing, the older half of them. How many.
+
+        Names of tenants and epochs that come and go would be too many one day. Whoever still uses one registers it again.
+        """
+        return self._pool.forget_empty()
+
     def survey(self, chosen: Callable[[Namespace], bool]) -> Purged:
         """What `purge` would take out now."""
         spaces = list(self._pool.state.spaces.values())

@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -42,6 +44,10 @@ PURGE_S = 600.0
 """Longest that a purge is waited for: a million blocks take some seconds."""
 SCRUB_CALL_S = 60.0
 """Longest that a slice of a scrub is waited for: a page may be on a disk that retries."""
+SPACES_MAX = 1 << 14
+"""Namespaces that a client remembers, those registered last: tenants and epochs come and go."""
+DECLARED_MAX = 1024
+"""Of those, how many a server is told at once that was started anew; it hears of the others as they are used."""
 _FLUSH_PAUSE_S = 0.02
 
 
@@ -66,7 +72,8 @@ class HostStore(RemoteSteering):
         self._path = path
         self._call_s = call_s
         self._sink = sink
-        self._spaces: dict[bytes, Space] = {}
+        self._spaces: OrderedDict[bytes, Space] = OrderedDict()
+        """Registered longest ago first."""
         self._spaces_lock = threading.Lock()
         self._capacity_bytes = 0
         self._closed = False
@@ -97,6 +104,9 @@ class HostStore(RemoteSteering):
         root = namespace.root()
         with self._spaces_lock:
             self._spaces.setdefault(root, Space(namespace, 0))
+            self._spaces.move_to_end(root)
+            if len(self._spaces) > SPACES_MAX:
+                self._spaces.popitem(last=False)
         link = self._usable_link()
         if link is not None:
             try:
@@ -118,6 +128,7 @@ class HostStore(RemoteSteering):
             return Lookup()
         link = self._usable_link()
         tiers: tuple[TierName, ...] = ()
+        declared = False
         while link is not None:
             part = keys[len(tiers) : len(tiers) + KEYS_MAX]
             try:
@@ -125,7 +136,9 @@ class HostStore(RemoteSteering):
                 with link.lock:
                     found, reason = messages.unpack_found(link.ask_locked(Kind.LOOKUP, body))
             except TransferError as error:
-                self._failed(root, error)
+                if self._failed(root, error) and not declared:
+                    declared = True
+                    continue
                 break
             tiers += found
             if len(found) < len(part) or len(tiers) == len(keys):
@@ -278,12 +291,14 @@ class HostStore(RemoteSteering):
         except KeyError:
             raise InvariantError(f"root {root.hex()[:16]} is not registered with this store") from None
 
-    def _failed(self, root: bytes, error: TransferError) -> None:
+    def _failed(self, root: bytes, error: TransferError) -> bool:
+        """Whether it is worth a second try."""
         if isinstance(error, Refused) and error.code is ErrorCode.UNREGISTERED:
-            # The server was started anew while the namespace was being declared to its predecessor.
+            # It is another server than the one that knew it, or has forgotten what held nothing.
             self.register(self._space(root).namespace)
-        else:
-            self._keeper.nudge()
+            return True
+        self._keeper.nudge()
+        return False
 
     def _usable_link(self) -> Link | None:
         link = self._keeper.link
@@ -315,7 +330,8 @@ class HostStore(RemoteSteering):
 
     def _open_link(self, *, writes: bool) -> Link:
         with self._spaces_lock:
-            namespaces = [space.namespace for space in self._spaces.values()]
+            last = islice(reversed(self._spaces.values()), DECLARED_MAX)
+            namespaces = [space.namespace for space in last]
         return Link(self._path, namespaces, call_s=self._call_s, writes=writes)
 
     def _heard(self, why: str) -> None:

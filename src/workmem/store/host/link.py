@@ -20,7 +20,7 @@ from workmem.store.host.lease import HeldLeases
 from workmem.store.host.mapping import ArenaMapping
 from workmem.store.host.peer import Peer, Stranger
 from workmem.store.host.place import connect
-from workmem.store.host.wire import Kind, Malformed
+from workmem.store.host.wire import ErrorCode, Kind, Malformed, Refused
 
 _TAGS = 1 << 16
 _DEAD_WAIT_S = 0.2
@@ -50,7 +50,12 @@ class Link:
             self.welcome = self._greet(writes=writes, call_s=call_s)
             self.capacity_bytes = self.welcome.arena_bytes
             for namespace in namespaces:
-                self.register(namespace)
+                try:
+                    self.register(namespace)
+                except Refused as error:
+                    # One too many for the server is a miss in that one, and nothing to the others.
+                    if error.code is not ErrorCode.BOUND:
+                        raise
         except Stranger as error:
             self.close()
             raise Disconnected(f"the server at {path} is not ours: {error}") from error

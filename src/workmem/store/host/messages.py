@@ -192,7 +192,8 @@ def unpack_found(body: memoryview) -> tuple[tuple[TierName, ...], MissReason | N
 
 def pack_lease(root: bytes, ttl_s: float, owner: str, keys: Sequence[BlockKey]) -> bytes:
     """Body of LEASE."""
-    name = owner.encode()[:OWNER_BYTES_MAX]
+    # Told to people alone: what no text can be written with must not fail a load.
+    name = owner.encode(errors="replace")[:OWNER_BYTES_MAX]
     body = b"".join((_LEASE.pack(root, ttl_s, len(name)), name, *keys))
     if len(body) != _LEASE.size + len(name) + KEY_BYTES * len(keys):
         raise Malformed(f"a block key is {KEY_BYTES} bytes")

@@ -16,7 +16,7 @@ from workmem.store.catalog import Space
 from workmem.store.contract import PageWrite, SaveState
 from workmem.store.host import messages
 from workmem.store.host.link import Link
-from workmem.store.host.wire import PAGES_MAX, Kind
+from workmem.store.host.wire import PAGES_MAX, ErrorCode, Kind, Refused
 from workmem.store.save_queue import SaveQueue, tell
 from workmem.store.saver import fill
 
@@ -89,7 +89,6 @@ class HostSaver:
                     self._save(space, pages, told)
             except TransferError as error:
                 self._dropped(len(pages) - len(told), str(error))
-                # Where it does not know the namespace, a new connection declares it.
                 self._give_link_up()
             except Exception:  # thread main: one batch is lost, the thread and the others are not
                 log.exception("saving pages met a bug of ours")
@@ -125,7 +124,14 @@ class HostSaver:
         link = self._attached()
         began = time.monotonic()
         body = messages.pack_reserve(space.root, [page.block for page in pages], pages[0].workflow)
-        reserved = messages.unpack_reserved(link.ask(Kind.RESERVE, body), len(pages))
+        try:
+            reserved = messages.unpack_reserved(_reserve(link, space, body), len(pages))
+        except Refused as error:
+            # Of this namespace nothing can be saved; the connection is as good as before for the others.
+            self._dropped(len(pages), str(error))
+            for page in pages:
+                ended(page, SaveState.DROPPED)
+            return
         filled: list[_Filled] = []
         given_up = 0
         for index, page in enumerate(pages):
@@ -185,3 +191,14 @@ class HostSaver:
         self.counts["saves_refused"] += count
         detail = f"{count} pages were not saved: {why}"
         self._sink(BoundReached(name="store.host.save", limit=self._pages_max, detail=detail))
+
+
+def _reserve(link: Link, space: Space, body: bytes) -> memoryview:
+    """The reply to RESERVE. A server that does not know the namespace, or not any more, hears of it."""
+    try:
+        return link.ask(Kind.RESERVE, body)
+    except Refused as error:
+        if error.code is not ErrorCode.UNREGISTERED:
+            raise
+    link.register(space.namespace)
+    return link.ask(Kind.RESERVE, body)

@@ -212,8 +212,13 @@ class Session:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise Malformed(f"a namespace that is none: {error}") from error
         _check(namespace.layout)
-        if namespace.root() not in self._spaces and len(self._spaces) >= self._hosted.limits.namespaces:
-            self._bound("store.host.namespaces", self._hosted.limits.namespaces, "more are registered")
+        limit = self._hosted.limits.namespaces
+        if (
+            namespace.root() not in self._spaces
+            and len(self._spaces) >= limit
+            and not self._store.forget_empty()
+        ):
+            self._bound("store.host.namespaces", limit, "more are registered, and hold pages")
         root = self._store.register(namespace)
         return messages.pack_registered(root, self._store.dram_capacity_bytes())
 
@@ -319,7 +324,6 @@ class Session:
 
 def _check(layout: KVLayout) -> None:
     sizes = (layout.layers, layout.kv_heads, layout.head_dim, layout.block_tokens)
+    # Its type is one of `DType`: another one is no namespace.
     if not all(0 < size <= _NUMBER_MAX for size in sizes) or layout.page_bytes > _PAGE_BYTES_MAX:
         raise Malformed(f"a layout with a size out of range: {layout}")
-    if layout.dtype not in ("bf16", "fp32"):
-        raise Malformed(f"a layout of unknown type {layout.dtype}")

@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from workmem.engines.vllm.refusals import ONE_ONLY, refusal
+from workmem.plugins.vllm_facts import fingerprint
 
 SHAPE = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
 
@@ -47,3 +48,15 @@ def test_several_groups_are_refused():
 
 def test_what_is_read_of_parallelism_is_there():
     assert {field: getattr(ParallelConfig(), field) for field in ONE_ONLY} == dict.fromkeys(ONE_ONLY, 1)
+
+
+def test_weights_that_lie_in_no_file_are_of_one_process(smollm2, tmp_path):
+    """Whoever trains starts with made-up ones and gives it others: the next start has others again."""
+
+    def told(load_format: str) -> str:
+        load = SimpleNamespace(load_format=load_format, download_dir=None)
+        model = SimpleNamespace(model=str(smollm2), revision=None)
+        return fingerprint(SimpleNamespace(load_config=load, model_config=model), tmp_path)
+
+    assert told("auto") == told("safetensors")
+    assert len({told("auto"), told("dummy"), told("dummy")}) == 3

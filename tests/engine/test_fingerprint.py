@@ -113,3 +113,15 @@ def test_an_adapter_is_known_by_its_files_and_settings(tmp_path):
     second = fingerprint.identify_adapter(folder)
     (folder / "adapter_model.safetensors").write_bytes(b"others!")
     assert len({first, second, fingerprint.identify_adapter(folder)}) == 3
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.gguf"])
+def test_weights_in_other_files_count_as_well(folder, name):
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(FileNotFoundError, match="no weights"):
+        identify(folder)
+    (folder / name).write_bytes(b"one")
+    first = identify(folder)
+    (folder / name).write_bytes(b"two")
+    assert identify(folder) != first

@@ -8,9 +8,15 @@ from pathlib import Path
 import pytest
 from fake_engine import SIZE, FakeVllm, Request
 
+from workmem.core.errors import ClientError
+from workmem.engines.vllm import facts
 from workmem.engines.vllm.config import VllmConfig
+from workmem.engines.vllm.facts import Scope
 from workmem.engines.vllm.levers import SESSIONS_MAX, Session, Sessions
 from workmem.store.config import DramConfig, SsdConfig, StoreConfig
+from workmem.store.host.client import HostStore
+from workmem.store.host.server import HostServer
+from workmem.store.host.session import HostLimits
 from workmem.store.store import Store
 
 PROMPT = list(range(100, 100 + 6 * SIZE + 1))
@@ -131,3 +137,56 @@ def test_pins_give_way_to_a_request_that_is_none_of_ours(engine):
     stranger = Request("x", list(range(13 * SIZE)))
     assert engine.side.match(stranger, 0) == (0, False)
     assert levers.pins.held == 0
+
+
+@pytest.fixture
+def shared(store: Store, tmp_path: Path) -> Iterator[FakeVllm]:
+    """Over the host's store, which checks what it is told."""
+    server = HostServer(store, tmp_path / "s.sock", HostLimits(), lambda _: None)
+    client = HostStore(tmp_path / "s.sock")
+    made = FakeVllm(client, 32, VllmConfig(load_s=5.0))
+    yield made
+    made.close()
+    client.close()
+    server.close()
+
+
+@pytest.mark.parametrize("kind", ["Pin", "Retain", "Share", "Demote"])
+@pytest.mark.parametrize("salt", ["s" * 4096, "\0" * 400, "\ud800"], ids=["long", "odd", "no text"])
+def test_no_salt_and_no_name_of_a_request_is_a_bug_of_ours(shared, kind: str, salt: str):
+    """They are the clients' to choose, and the store refuses names that are too long."""
+    said = action(kind, ttl_s=50, **({"group": "g" * 256} if kind == "Share" else {}))
+    (told,) = ask(shared, "request \ud800" * 100, said, salt=salt)
+    assert told["outcome"] in ("accepted", "clipped")
+    (told,) = ask(shared, "b", said, session="s" * 256, salt=salt)
+    assert told["outcome"] in ("accepted", "clipped")
+
+
+def test_contexts_of_a_salt_that_is_a_book_are_computed_and_not_kept(shared):
+    request = Request("a", PROMPT, cache_salt="s" * 5000)
+    shared.add(request)
+    shared.run()
+    assert request.state == "done"
+    assert request.answer is None
+    assert shared.side.counts["pages_offered"] == 0
+
+
+def test_what_the_store_refuses_is_an_outcome(engine, monkeypatch):
+    def refuses(*_: object, **__: object) -> None:
+        raise ClientError("no")
+
+    monkeypatch.setattr(engine.side._store, "pin", refuses)
+    assert ask(engine, "a", action("Retain")) == [{"id": "Retain", "outcome": "rejected", "why": "no"}]
+
+
+def test_scopes_are_bounded_and_those_used_last_are_known(engine, monkeypatch):
+    monkeypatch.setattr(facts, "SCOPES_MAX", 3)
+    names, registered = engine.side._namespaces, []
+    register = engine.side._store.register
+    monkeypatch.setattr(
+        engine.side._store, "register", lambda space: registered.append(space.tenant_salt) or register(space)
+    )
+    for salt in "abcadabce":
+        names.of(Scope(salt=salt))
+    assert "".join(registered) == "abcdbce"
+    assert len(names._known) == 3

@@ -87,6 +87,12 @@ def weights(
 
 def test_made_up_weights_and_drafters_are_told_apart_from_the_folders_own():
     assert weights() == weights("safetensors") == weights(drafter="a", has_kv=False) == ""
-    found = [weights("dummy"), weights("dummy", seed=1), weights(drafter="a"), weights(drafter="b")]
+    found = [
+        weights("dummy"),
+        weights("dummy", seed=1),
+        weights("pt"),
+        weights(drafter="a"),
+        weights(drafter="b"),
+    ]
     assert "" not in found
-    assert len(set(found)) == 4
+    assert len(set(found)) == 5

@@ -62,14 +62,21 @@ def weight_files(model: Path) -> list[Path]:
     return sorted(model.glob("*.safetensors")) if model.is_dir() else [model]
 
 
+def _other_weights(model: Path) -> list[Path]:
+    """What other engines load where there are no safetensors."""
+    return sorted(file for form in ("*.bin", "*.pt", "*.pth", "*.gguf") for file in model.glob(form))
+
+
 def identify(model: Path, *, cache_folder: Path | None = None) -> str:
     """Digest of the weights of `model` (a folder, or a GGUF file), as hex: part of the namespace of every block.
 
     With a `cache_folder` the second call reads only samples: the digest of a file is remembered under its
     device, inode, size, mtime and ctime (which no program can set back), and confirmed by hashing the
-    first and last MiB and 64 pages between. Raises OSError.
+    first and last MiB and 64 pages between. Raises OSError, also where there are no weights.
     """
-    files = weight_files(model)
+    files = weight_files(model) or _other_weights(model)
+    if not files:
+        raise FileNotFoundError(f"no weights in {model}")
     settings = _arithmetic_fields(model / "config.json") if model.is_dir() else b""
     return _digest(b"workmem.weights.1\0", settings, model, files, cache_folder)
 

@@ -23,15 +23,14 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from workmem.config import cache_dir, host_socket
 from workmem.core.errors import ConfigError
-from workmem.engines.fingerprint import identify
-from workmem.engines.vllm.adapters import AdapterDigests
+from workmem.engines.vllm.adapters import AdapterDigests, Adapters
 from workmem.engines.vllm.guard import Guard
 from workmem.engines.vllm.outcomes import LoadOutcomes
 from workmem.engines.vllm.scheduler import SchedulerSide
 from workmem.engines.vllm.steps import StepPlan, StepReport
 from workmem.engines.vllm.worker import WorkerSide
 from workmem.plugins.vllm_events import as_kv_events
-from workmem.plugins.vllm_facts import model_folder, read_facts
+from workmem.plugins.vllm_facts import fingerprint, read_facts
 from workmem.plugins.vllm_store import open_store, read_settings
 from workmem.plugins.vllm_tensors import blocks_of
 from workmem.store.host.client import HostStore
@@ -73,7 +72,7 @@ class WorkmemConnector(KVConnectorBase_V1, SupportsHMA):
         # Not a part of `_worker`: vLLM hears how loads ended whatever happens there.
         self._outcomes = LoadOutcomes()
         self._store: HostStore | None = None
-        self._adapters = AdapterDigests(cache_dir())
+        self._adapters = Adapters(AdapterDigests(cache_dir()))
         self._is_empty = False
         """VLLM dropped all of its own blocks when it last was to."""
         is_scheduler = role is KVConnectorRole.SCHEDULER
@@ -264,12 +263,21 @@ class WorkmemConnector(KVConnectorBase_V1, SupportsHMA):
         if lora is None:
             return ""
         try:
-            return f"{lora.lora_name}:{self._adapters.of(lora.lora_path)}"
+            found = self._adapters.of(
+                lora.lora_name, lora.lora_int_id, lora.lora_path, is_read_again=lora.load_inplace
+            )
         except OSError as error:
             log.warning(
                 "workmem: adapter %s cannot be read (%s); its contexts are not kept", lora.lora_name, error
             )
             return None
+        if found is None:
+            log.warning(
+                "workmem: files of adapter %s changed while vLLM has it, or blocks of it; its contexts are not kept until "
+                "it is loaded under another number and the prefix cache was reset",
+                lora.lora_name,
+            )
+        return found
 
     def _bind_pool(self, side: SchedulerSide, pool: Any) -> None:
         limits = self._vllm_config.scheduler_config
@@ -285,6 +293,7 @@ class WorkmemConnector(KVConnectorBase_V1, SupportsHMA):
             self._guard.call(side.levers.release, None)
             self._is_empty = reset()
             if self._is_empty:
+                self._adapters.emptied()
                 self._guard.call(side.emptied, None)
             return self._is_empty
 
@@ -310,11 +319,12 @@ class WorkmemConnector(KVConnectorBase_V1, SupportsHMA):
         if why or isinstance(facts, str):
             self._guard.turn_off(why)
             return
+        weights = fingerprint(self._vllm_config, cache_dir())
         self._store = open_store(settings, said)
         events = self._vllm_config.kv_events_config
         self._scheduler = SchedulerSide(
             facts,
-            identify(model_folder(self._vllm_config), cache_folder=cache_dir()),
+            weights,
             self._store,
             settings.vllm,
             announces=events is not None and events.enable_kv_cache_events,

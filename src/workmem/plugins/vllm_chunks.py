@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from workmem.config import cache_dir
 from workmem.engines.vllm.chain import Chain
 from workmem.engines.vllm.chunk_layout import chunk_layout
-from workmem.plugins.vllm_facts import model_folder, read_facts
+from workmem.plugins.vllm_facts import fingerprint, read_facts
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from workmem.core.layout import KVLayout
 
 
@@ -31,8 +30,8 @@ def chain_of(req_context: Any) -> Chain:
     return chain
 
 
-def find_layout(spec: Any) -> tuple[KVLayout, Path] | str:
-    """What lies in a row, and the folder of the weights; or why its chunks cannot be kept."""
+def find_layout(spec: Any) -> tuple[KVLayout, str] | str:
+    """What lies in a row, and the digest of the weights; or why its chunks cannot be kept."""
     configs = _find_configs(spec.config.extra_config)
     if configs is None:
         return "vLLM's configuration was not found where this version of it keeps it"
@@ -55,7 +54,7 @@ def find_layout(spec: Any) -> tuple[KVLayout, Path] | str:
     row_bytes = spec.cpu_page_size_per_worker * copies
     if layout.page_bytes != row_bytes:
         return f"a chunk has {row_bytes} bytes, where this model's KV makes {layout.page_bytes}"
-    return layout, model_folder(vllm_config)
+    return layout, fingerprint(vllm_config, cache_dir())
 
 
 def _find_configs(extra: Any) -> tuple[Any, Any] | None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 from vllm.version import __version__ as vllm_version
 
+from workmem.engines.fingerprint import identify
 from workmem.engines.vllm import refusals
 from workmem.engines.vllm.facts import EngineFacts
 from workmem.engines.vllm.versions import minor_of, refusal
@@ -32,7 +34,7 @@ def read_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts | str:
     rope = {
         "rope_parameters": getattr(text, "rope_parameters", None),
         "sliding_window": getattr(text, "sliding_window", None),
-        "overrides": str(model.hf_overrides),
+        "overrides": f"{model.hf_overrides}|{model.hf_config_path or ''}",
     }
     quantization = (str(model.quantization), str(cache.cache_dtype), refusals.weights_beside(vllm_config))
     return EngineFacts(
@@ -52,6 +54,14 @@ def read_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts | str:
         hashing=f"{algorithm}:{first.hex()[:16]}:py{sys.version_info.major}.{sys.version_info.minor}",
         hash_bytes=len(first),
     )
+
+
+def fingerprint(vllm_config: Any, cache_folder: Path) -> str:
+    """Digest of the weights. Raises OSError where there are none that are known."""
+    if vllm_config.load_config.load_format == "dummy":
+        # By chance, or to be given by whoever trains: of this process alone, also where files lie there.
+        return f"dummy-{os.urandom(16).hex()}"
+    return identify(model_folder(vllm_config), cache_folder=cache_folder)
 
 
 def model_folder(vllm_config: Any) -> Path:

@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-from workmem.config import cache_dir
 from workmem.core.errors import ConfigError
 from workmem.core.layout import Namespace
-from workmem.engines.fingerprint import identify
 from workmem.engines.vllm.chunk_layout import chunk_rows
 from workmem.engines.vllm.guard import Guard
 from workmem.engines.vllm.offload_jobs import ChunkJob, ChunkJobs
@@ -158,13 +156,13 @@ class WorkmemTier(SecondaryTierManager):
         if isinstance(found, str):
             self._guard.turn_off(found)
             return
-        layout, folder = found
+        layout, weights = found
         try:
             settings = read_settings(said)
         except ConfigError as error:
             self._guard.turn_off(str(error))
             return
-        space = Namespace(model_fingerprint=identify(folder, cache_folder=cache_dir()), layout=layout)
+        space = Namespace(model_fingerprint=weights, layout=layout)
         self._store = open_store(settings, said)
         # Behind the store, which brings the native copy.
         rows = chunk_rows(self._primary_kv_view, layout)

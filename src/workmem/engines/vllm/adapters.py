@@ -33,6 +33,39 @@ class AdapterDigests:
         return digest
 
 
+class Adapters:
+    """The adapter that a request's contexts are of: of the files that vLLM has read, and not of those that lie there now."""
+
+    def __init__(self, digests: AdapterDigests) -> None:
+        self._digests = digests
+        self._read: OrderedDict[int, str] = OrderedDict()
+        """By vLLM's number of an adapter, which it reads once."""
+        self._cached: dict[tuple[str, str], str] = {}
+        """By what vLLM's own block hashes have of it."""
+
+    def of(self, name: str, number: int, folder: str, *, is_read_again: bool) -> str | None:
+        """None where it cannot be told: nothing of it is to be loaded or kept. Raises OSError.
+
+        `is_read_again`: vLLM reads the files anew for each request.
+        """
+        digest = self._digests.of(folder)
+        if is_read_again or number not in self._read:
+            self._read[number] = digest
+            if len(self._read) > _KNOWN_MAX:
+                self._read.popitem(last=False)
+        if self._read[number] != digest:
+            # Which weights it computes with nobody knows: it may have read the new files, or may yet.
+            return None
+        if self._cached.setdefault((name, folder), digest) != digest:
+            # Its own cache takes the blocks of before for those of this one, and so they would be saved.
+            return None
+        return f"{name}:{digest}"
+
+    def emptied(self) -> None:
+        """VLLM has dropped all of its own blocks."""
+        self._cached.clear()
+
+
 def _files(folder: str) -> _Files:
     with os.scandir(folder) as entries:
         # Of what a link leads to, as hubs keep their files.

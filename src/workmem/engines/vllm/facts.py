@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 
 import msgspec
@@ -10,6 +11,10 @@ from workmem.core.keys import KEY_BYTES
 from workmem.core.layout import DTYPE_BYTES, DType, KVLayout, Namespace
 from workmem.store.contract import KVStore
 
+SCOPES_MAX = 512
+"""Remembered, those used last; the store is told of another one anew. Clients choose salts."""
+SALT_MAX = 4096
+"""Characters. The store is told a salt with each namespace: contexts of a longer one are not kept."""
 _NAMES: dict[str, DType] = {
     "torch.bfloat16": "bf16",
     "torch.float16": "fp16",
@@ -99,7 +104,7 @@ class Namespaces:
         self._fingerprint = fingerprint
         self._store = store
         self._epoch = 0
-        self._known: dict[Scope, tuple[Namespace, tuple[bytes, ...]]] = {}
+        self._known: OrderedDict[Scope, tuple[Namespace, tuple[bytes, ...]]] = OrderedDict()
 
     def of(self, scope: Scope) -> tuple[Namespace, tuple[bytes, ...]]:
         """The namespace of the first worker, and the root of every worker's."""
@@ -108,6 +113,9 @@ class Namespaces:
             spaces = list(self._each(scope))
             roots = tuple(self._store.register(space) for space in spaces)
             known = self._known[scope] = (spaces[0], roots)
+            if len(self._known) > SCOPES_MAX:
+                self._known.popitem(last=False)
+        self._known.move_to_end(scope)
         return known
 
     def start_epoch(self, epoch: int) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
 
+from workmem.core.errors import ClientError
 from workmem.core.keys import BlockKey
 from workmem.engines.vllm.config import VllmConfig
 from workmem.engines.vllm.facts import Scope
@@ -22,6 +24,8 @@ SESSIONS_MAX = 1024
 SESSION_KEYS_MAX = 1 << 18
 """Of all sessions together, some 25 MiB."""
 LEASES_MAX = 64
+NAME_MAX = 400
+"""Characters of an owner or a name that the store is told as they are; of others it is told a digest."""
 PREFETCH_S = 60.0
 PREFETCH_MAX_S = 300.0
 
@@ -237,8 +241,11 @@ class Levers:
         if not count:
             return Outcome(action.id, "rejected", f"there is no full block of {self._size} tokens to keep")
         why = f"at most {seconds:g} s (vllm.pin_ttl_max_s)" if clipped else ""
-        if self._pin_in_store(tracked.scope, keys[:count], owner, seconds):
-            clipped, why = True, "the store keeps less: store.pins.budget"
+        try:
+            if self._pin_in_store(tracked.scope, keys[:count], owner, seconds):
+                clipped, why = True, "the store keeps less: store.pins.budget"
+        except ClientError as error:
+            return Outcome(action.id, "rejected", str(error))
         if action.kind is Kind.PIN:
             if self.pins is None or not blocks:
                 return Outcome(action.id, "clipped", "the request was cut off: only the store keeps it")
@@ -252,17 +259,19 @@ class Levers:
     def _pin_in_store(self, scope: Scope, keys: Sequence[BlockKey], owner: Owner, seconds: float) -> bool:
         """Whether its budget cut that short."""
         cut = False
+        tenant, pinned = _told(owner)
         for rank, root in enumerate(self._roots(scope)):
-            name = f"{owner[1]}/{rank}"
-            result = self._store.pin(root, keys, owner=f"vllm/{owner[0]}", name=name, ttl_s=seconds)
+            name = f"{pinned}/{rank}"
+            result = self._store.pin(root, keys, owner=tenant, name=name, ttl_s=seconds)
             cut = cut or name in result.demoted
         return cut
 
     def _let_go(self, scope: Scope, keys: Sequence[BlockKey], owner: Owner) -> None:
         if self.pins is not None:
             self.pins.unpin_all(owner)
+        tenant, pinned = _told(owner)
         for rank, root in enumerate(self._roots(scope)):
-            self._store.unpin(f"vllm/{owner[0]}", f"{owner[1]}/{rank}")
+            self._store.unpin(tenant, f"{pinned}/{rank}")
             self._store.announce(root, keys, Prospect.DONE)
 
     def _demote(self, tracked: Tracked, action: Action) -> Outcome:
@@ -304,3 +313,14 @@ class Levers:
         found = self._leases.pop(owner, None)
         if found is not None:
             self._give_back(found[0])
+
+
+def _told(owner: Owner) -> tuple[str, str]:
+    """Owner and name of a pin as the store is told: of a bounded length, whatever salt or request id clients chose."""
+    tenant, name = (
+        text
+        if len(text) <= NAME_MAX and text.isprintable()
+        else hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()
+        for text in owner
+    )
+    return f"vllm/{tenant}", name

@@ -14,6 +14,8 @@ ONE_ONLY = {
 _TAKEN = ("FullAttentionSpec", "MLAAttentionSpec")
 """Not what is derived from them: in the tables of others some blocks are null, or are filled in another order."""
 
+_PLAIN_FORMS = ("auto", "hf", "safetensors", "fastsafetensors")
+
 
 def refusal(config: Any, kv_cache: Any) -> str:
     """Why blocks of an engine with vLLM's `VllmConfig` and `KVCacheConfig` cannot be kept; empty when they can."""
@@ -50,8 +52,12 @@ def weights_beside(config: Any) -> str:
     Weights that were made up, and the layers that a drafting model has in each block: pages with them are others.
     """
     found: list[str] = []
-    if config.load_config.load_format == "dummy":
+    form = config.load_config.load_format
+    if form == "dummy":
         found.append(f"made-up:{config.model_config.seed}")
+    elif form not in _PLAIN_FORMS:
+        # Of several files in the folder it may read others.
+        found.append(form)
     drafting = config.speculative_config
     if drafting is not None and drafting.uses_draft_kv_cache():
         drafter = drafting.draft_model_config

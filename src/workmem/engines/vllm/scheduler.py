@@ -12,7 +12,7 @@ from workmem.core.outcomes import COMPUTED, Lookup, TierName
 from workmem.engines.vllm.announcing import Announcement, Announcer, RunOrigin
 from workmem.engines.vllm.config import VllmConfig
 from workmem.engines.vllm.denied import Denied
-from workmem.engines.vllm.facts import EngineFacts, Namespaces, Scope
+from workmem.engines.vllm.facts import SALT_MAX, EngineFacts, Namespaces, Scope
 from workmem.engines.vllm.levers import Levers, SteeredStore
 from workmem.engines.vllm.prefetching import Prefetching
 from workmem.engines.vllm.requests import EngineRequest, Tracked
@@ -79,9 +79,10 @@ class SchedulerSide:
     def arrives(self, request: EngineRequest, adapter: str | None = "") -> None:
         """A request joins the queue: pages that it will want start their way to dram at once.
 
-        With an `adapter` that nobody can tell apart (None) nothing is loaded for it, nor kept.
+        With an `adapter` that nobody can tell apart (None) nothing is loaded for it, nor kept; nor with a salt that is
+        longer than any that tells tenants apart.
         """
-        if adapter is None:
+        if adapter is None or len(request.cache_salt or "") > SALT_MAX:
             return
         tracked = Tracked(request, Scope.of(adapter, request.cache_salt))
         self._requests[request.request_id] = tracked

@@ -28,6 +28,8 @@ SYNC_LOAD_S = 1.0
 """Longest that a step waits for pages that were in dram when they were promised."""
 SAVE_WAIT_S = 10.0
 """Longest that a step waits for a copy of a block that it is about to write to; past it saving is over."""
+ROOTS_MAX = 1024
+"""Remembered; then from the beginning."""
 _LEASE_S = 60.0
 
 
@@ -199,5 +201,7 @@ class WorkerSide:
     def _root(self, first: Namespace) -> bytes:
         root = self._roots.get(first)
         if root is None:
+            if len(self._roots) >= ROOTS_MAX:
+                self._roots.clear()
             root = self._roots[first] = self._store.register(first.of_rank(self._rank))
         return root

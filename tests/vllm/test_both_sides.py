@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fake_engine import FakeVllm, Request
@@ -23,7 +24,8 @@ from workmem.engines.vllm.config import VllmConfig
 from workmem.engines.vllm.facts import Scope
 from workmem.engines.vllm.kv_blocks import KVBlocks
 from workmem.engines.vllm.outcomes import LoadOutcomes
-from workmem.engines.vllm.steps import Loaded, LoadOp, SaveOp, StepPlan, StepReport
+from workmem.engines.vllm.scheduler import SchedulerSide
+from workmem.engines.vllm.steps import NO_ROOM, Loaded, LoadOp, SaveOp, StepPlan, StepReport
 from workmem.store.contract import BlockId, PageWrite
 from workmem.store.store import Store
 
@@ -430,6 +432,138 @@ def test_a_store_that_is_closed_is_a_miss(store: Store):
     again = Request("b", PROMPT)
     serve(made, again)
     assert tokens_of(again) == {"computed": len(PROMPT)}
+    made.close()
+
+
+def test_what_a_request_computed_itself_is_never_told_as_found(store: Store):
+    """Preempted, it finds its own blocks, in the engine or in the store."""
+    for forgets in (False, True):
+        made = engine(store)
+        request = Request(f"a{forgets}", [int(forgets), *PROMPT], to_generate=2)
+        made.add(request)
+        made.step()
+        made.step()
+        made.preempt()
+        if forgets:
+            assert store.flush(5)
+            made.reset()
+        made.run()
+        assert tokens_of(request) == {"computed": len(PROMPT) + 1}
+        made.close()
+
+
+def test_what_was_found_is_told_once_however_often_it_is_loaded(store: Store):
+    first, made = engine(store), engine(store)
+    serve(first, Request("a", PROMPT))
+    assert store.flush(5)
+    request = Request("b", PROMPT, to_generate=3)
+    made.add(request)
+    made.step()
+    made.preempt()
+    made.reset()
+    made.run()
+    assert made.worker.counts["pages_loaded"] == 12
+    assert tokens_of(request) == {"dram": 6 * SIZE, "computed": 1}
+    first.close()
+    made.close()
+
+
+@pytest.mark.parametrize("why", ["unavailable", "corrupt"])
+def test_a_store_that_went_away_does_not_cost_its_blocks_a_minute(store: Store, why: str):
+    now = [0.0]
+    made = engine(store)
+    side = made.side = SchedulerSide(FACTS, "weights", store, VllmConfig(deny_s=60), lambda: now[0])
+    serve(made, Request("a", PROMPT))
+    assert store.flush(5)
+    side.arrives(request := Request("b", PROMPT))
+    assert side.match(request, 0) == (6 * SIZE, False)
+    side.allocated(request, list(range(7)), 6 * SIZE)
+    side.heard(StepReport({"b": Loaded("b", 0, why)}))
+    side.arrives(other := Request("c", PROMPT))
+    assert side.match(other, 0)[0] == 0
+    now[0] = 5.0
+    assert side.match(other, 0)[0] == (6 * SIZE if why == "unavailable" else 0)
+    assert side.match(request, 0)[0] == 0, "the request that it failed is not promised it again"
+    made.close()
+
+
+@pytest.mark.parametrize("why", ["evicted", "cold", "expired", NO_ROOM])
+def test_a_block_that_was_not_there_is_not_denied_once_it_is(store: Store, why: str):
+    made = engine(store)
+    serve(made, Request("a", PROMPT))
+    assert store.flush(5)
+    made.side.arrives(request := Request("b", PROMPT))
+    made.side.match(request, 0)
+    made.side.allocated(request, list(range(7)), 6 * SIZE)
+    made.side.heard(StepReport({"b": Loaded("b", 0, why)}))
+    made.side.arrives(other := Request("c", PROMPT))
+    assert made.side.match(other, 0)[0] == 6 * SIZE
+    made.close()
+
+
+def test_loads_that_wait_for_one_that_does_not_come_wait_no_longer_than_it(tmp_path: Path):
+    """One thread loads: each of many would wait its whole time behind the others."""
+    kept = open_store(tmp_path / "ssd")
+    made = engine(kept, settings=VllmConfig(load_s=0.4))
+
+    class Never:
+        ready, failed = 0, None
+
+        def on_settled(self, callback: object) -> None:
+            pass
+
+        def release(self) -> None:
+            pass
+
+    made.worker._store = SimpleNamespace(lease=lambda *_, **__: Never(), register=lambda space: b"")
+    space = Namespace(model_fingerprint="", layout=FACTS.layout(0))
+    loads = [
+        LoadOp(request=f"r{at}", blocks=(at,), is_async=True, namespace=space, keys=(BlockKey(bytes(32)),))
+        for at in range(5)
+    ]
+    began = time.monotonic()
+    made.worker.load(StepPlan(loads=loads))
+    arrived: set[str] = set()
+    while len(arrived) < 5:
+        arrived |= made.outcomes.arrived()
+        assert time.monotonic() - began < 1.2
+        time.sleep(0.01)
+    report = made.outcomes.report()
+    assert report is not None
+    assert {load.why_short for load in report.loads.values()} == {"late"}
+    made.close()
+    kept.close()
+
+
+def test_what_another_connector_loads_is_told_as_its_own_and_saved_once_it_is_known_to_be_there(store: Store):
+    """It may fail in the step that computes with it: a page of that would be a wrong answer for ever."""
+    made = engine(store)
+    side, worker, table = made.side, made.worker, list(range(10, 17))
+    side.arrives(request := Request("a", PROMPT))
+    side.arrives(other := Request("b", [*PROMPT[: 4 * SIZE], 1]))
+    assert side.match(request, SIZE) == (0, False)
+    side.match(other, 4 * SIZE)
+    # Three blocks more than the engine has, in this step; the other request shares them.
+    steps = {"a": (4 * SIZE, SIZE), "b": (4 * SIZE, 1)}
+    plan = side.plan(steps, {"a": table, "b": [*table[:4], 20]}.get)
+    assert plan.saves == []
+    assert side.plan({"a": (5 * SIZE, SIZE)}, lambda _: table).saves == [], "steps overlap"
+    worker.load(plan)
+    report = made.outcomes.report()
+    assert report is not None
+    assert made.outcomes.failed_blocks() == set()
+    side.heard(report)
+    # The engine was told that the third did not come, and computes from there.
+    assert full_blocks(side.plan({"a": (3 * SIZE, 2 * SIZE)}, lambda _: table).saves) == [
+        tuple(range(10, 15))
+    ]
+    assert side.finished(request) == {
+        "workmem": {
+            "prompt_tokens": len(PROMPT),
+            "tokens": {"peer": 3 * SIZE, "vram": SIZE, "computed": 2 * SIZE + 1},
+            "miss": "cold",
+        }
+    }
     made.close()
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from workmem.core.keys import BlockKey
 
 KEYS_MAX = 4096
+AWAY_S = 2.0
+"""A block of which nothing is known but that it was not delivered is denied for so long: its store may be back by then."""
 
 
 class Denied:

@@ -28,6 +28,8 @@ class ChunkJob:
         """Held while a row of it is read or written."""
         self.is_over = False
         """Its rows may be another's by now: none is touched any more by who takes `copying` after this was set."""
+        self.is_damaged = False
+        """Of a load: the first chunk that is missing did not come in time, or not as it was stored."""
         self.left = len(self.names)
         """Of a store: chunks whose end has not been told yet."""
         self.missed: set[bytes] = set()

@@ -19,7 +19,7 @@ from workmem.core.errors import CapacityError, LeaseError
 from workmem.core.layout import Namespace
 from workmem.engines.vllm.chain import Chain, block_key
 from workmem.engines.vllm.config import VllmConfig
-from workmem.engines.vllm.denied import Denied
+from workmem.engines.vllm.denied import AWAY_S, Denied
 from workmem.engines.vllm.kv_blocks import KVBlocks
 from workmem.engines.vllm.offload_jobs import ChunkJob, ChunkJobs, JobEnd
 from workmem.store.contract import BlockId, KVStore, Lease, PageWrite, SaveState
@@ -77,6 +77,7 @@ class OffloadTier:
         self._clock = clock
         self._asked: dict[str, _Asked] = {}
         self._denied = Denied(settings.deny_s, clock)
+        self._away = Denied(min(settings.deny_s, AWAY_S), clock)
         self._queue: queue.SimpleQueue[tuple[ChunkJob, bytes] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._load_behind, name=f"workmem-offload-{number}", daemon=True)
@@ -128,7 +129,8 @@ class OffloadTier:
             if asked is not None:
                 asked.spent.update(end.job.names)
             if not end.is_whole and not end.job.is_over:
-                self._denied.add(block_key(end.job.names[len(end.done)]))
+                denied = self._denied if end.job.is_damaged else self._away
+                denied.add(block_key(end.job.names[len(end.done)]))
 
     def forget(self, request: str) -> None:
         """A request ended, or begins anew: nothing that it was told counts any more."""
@@ -152,7 +154,7 @@ class OffloadTier:
 
     def _look_up(self, asked: _Asked, names: Sequence[bytes]) -> None:
         keys = [block_key(name) for name in names]
-        keys = keys[: self._denied.allowed(keys)]
+        keys = keys[: min(self._denied.allowed(keys), self._away.allowed(keys))]
         found = self._store.lookup(self._root, keys).blocks if keys else 0
         asked.at_s = self._clock()
         for index, name in enumerate(names):
@@ -231,7 +233,8 @@ class OffloadTier:
         try:
             settled = threading.Event()
             lease.on_settled(settled.set)
-            settled.wait(self._load_s)
+            if not settled.wait(self._load_s):
+                job.is_damaged = True
             for index in range(lease.ready):
                 if not self._is_copied(lease, index, job, job.rows[first + index]):
                     return index
@@ -249,6 +252,7 @@ class OffloadTier:
             if found == wanted:
                 return True
             self.counts["corrupt"] += 1
+            job.is_damaged = True
             lease.quarantine(index)
         except LeaseError as error:
             log.info("a chunk was lost while it was loaded: %s", error)

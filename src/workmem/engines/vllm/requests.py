@@ -12,6 +12,9 @@ from workmem.engines.vllm.hints import read_hints
 from workmem.engines.vllm.steps import Loaded
 from workmem.store.contract import Lease
 
+PEER = "peer"
+"""Source of tokens that another connector beside ours loaded."""
+
 
 class EngineRequest(Protocol):
     """The part of vLLM's `Request` that is read here."""
@@ -78,9 +81,16 @@ class Tracked:
         """The engine has computed for it, so it has blocks."""
         self.local = 0
         """Leading blocks that the engine had itself when it last asked."""
+        self.own = 0
+        """As `local`, when it first had its turn: later it finds what it computed itself."""
+        self.was_preempted = False
         self.promised: tuple[str, ...] = ()
         """Tiers of the blocks behind those that were promised when it last asked."""
         self.is_async = False
+        self.is_ours = False
+        """They are loaded by us: where there are other connectors, one of those may have been chosen."""
+        self.arrived = 0
+        """Blocks behind `local` that came while it waited aside."""
         self.load_from = 0
         """Where the load that is under way began, in blocks."""
         self.limit = -1
@@ -97,9 +107,29 @@ class Tracked:
         """Keys of blocks `start` to before `end`, as far as they are full."""
         return tuple(BlockKey(bytes(key)) for key in self.request.block_hashes[start:end])
 
+    def asks(self, local: int) -> None:
+        """It is about to be given blocks; the engine has `local` of them."""
+        self.was_preempted = self.was_preempted or self.runs
+        self.local, self.runs, self.arrived = local, False, 0
+        self.promised, self.is_async, self.is_ours = (), False, False
+        if not self.was_preempted:
+            self.own = local
+            self.sources.clear()
+
+    def starts(self, has: int, block_tokens: int) -> tuple[int, int]:
+        """It has its turn with `has` tokens. First and last block, not included, that neither the engine nor we had."""
+        self.runs = True
+        ours = self.arrived if self.is_async else len(self.promised)
+        first = self.local + (ours if self.is_ours else 0)
+        end = max(first, has // block_tokens)
+        if end > first and not self.was_preempted:
+            self.sources[PEER] = (end - first) * block_tokens
+        return first, end
+
     def loaded(self, load: Loaded, block_tokens: int) -> BlockKey | None:
         """A load has ended. Returns the key that could not be loaded, if any."""
-        for tier in self.promised[: load.pages]:
+        self.arrived = load.pages
+        for tier in self.promised[: load.pages] if not self.was_preempted else ():
             self.sources[tier] += block_tokens
         if load.pages == len(self.promised):
             return None

@@ -8,15 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from workmem.core.keys import BlockKey
-from workmem.core.outcomes import COMPUTED, Lookup, TierName
+from workmem.core.outcomes import COMPUTED, Lookup, MissReason, TierName
 from workmem.engines.vllm.announcing import Announcement, Announcer, RunOrigin
 from workmem.engines.vllm.config import VllmConfig
-from workmem.engines.vllm.denied import Denied
+from workmem.engines.vllm.denied import AWAY_S, Denied
 from workmem.engines.vllm.facts import SALT_MAX, EngineFacts, Namespaces, Scope
 from workmem.engines.vllm.levers import Levers, SteeredStore
 from workmem.engines.vllm.prefetching import Prefetching
 from workmem.engines.vllm.requests import EngineRequest, Tracked
-from workmem.engines.vllm.steps import LoadOp, Promise, SaveOp, StepPlan, StepReport
+from workmem.engines.vllm.steps import DAMAGED, LoadOp, Promise, SaveOp, StepPlan, StepReport
 
 ANSWER = "workmem"
 """Under this name a response's `kv_transfer_params` say where its tokens came from."""
@@ -49,6 +49,8 @@ class SchedulerSide:
         self._size = facts.block_tokens
         self._namespaces = Namespaces(facts, fingerprint, store)
         self._denied = Denied(settings.deny_s, clock)
+        self._away = Denied(min(settings.deny_s, AWAY_S), clock)
+        """Blocks of which nothing is known but that their store, or its disk, did not answer."""
         self._requests: dict[str, Tracked] = {}
         self._loads: list[LoadOp] = []
         self._broken: list[Promise] = []
@@ -105,10 +107,9 @@ class SchedulerSide:
         self.levers.asks(request, computed // self._size, tracked, self._requests)
         if tracked is None:
             return 0, False
-        tracked.local, tracked.runs = computed // self._size, False
-        tracked.promised, tracked.is_async = (), False
+        tracked.asks(computed // self._size)
         keys = tracked.keys(tracked.local, request.num_tokens // self._size)
-        keys = keys[: self._denied.allowed(keys)]
+        keys = keys[: min(self._denied.allowed(keys), self._away.allowed(keys))]
         if tracked.limit >= 0:
             keys = keys[: max(0, tracked.limit - tracked.local)]
         if not keys or not self._may_load:
@@ -132,7 +133,7 @@ class SchedulerSide:
         tracked = self._requests[request.request_id]
         count, first = tokens // self._size, tracked.local
         tracked.promised = tracked.promised[:count]
-        tracked.load_from = first
+        tracked.load_from, tracked.is_ours = first, True
         space, _ = self._namespaces.of(tracked.scope)
         into = tuple(blocks[first : first + count])
         if not tracked.is_async:
@@ -190,7 +191,8 @@ class SchedulerSide:
             plan.written += blocks[first // self._size :]
             if tracked is None:
                 continue
-            tracked.runs = True
+            if not tracked.runs:
+                unheard |= self._starts(plan, tracked, blocks, has)
             running.append((tracked, has + adds))
             # What is computed on a block that did not arrive is worth nothing, and only all workers together know.
             if self._may_save and not self._is_mixed and unheard.isdisjoint(blocks):
@@ -212,7 +214,10 @@ class SchedulerSide:
             key = tracked.loaded(load, self._size)
             if key is not None:
                 self.counts["loads_short"] += 1
-                self._denied.add(key)
+                if load.why_short in DAMAGED:
+                    self._denied.add(key)
+                elif load.why_short == MissReason.UNAVAILABLE:
+                    self._away.add(key)
                 # What is computed in its place is worth keeping.
                 tracked.saved = min(tracked.saved, tracked.limit)
             tracked.promised = ()
@@ -227,7 +232,7 @@ class SchedulerSide:
             return None
         self._release(tracked)
         tokens = dict(tracked.sources)
-        engine = min(tracked.local * self._size, request.num_prompt_tokens - 1)
+        engine = min(tracked.own * self._size, request.num_prompt_tokens - 1)
         if engine > 0:
             tokens[TierName.VRAM.value] = engine
         tokens[COMPUTED] = max(0, request.num_prompt_tokens - sum(tokens.values()))
@@ -308,6 +313,20 @@ class SchedulerSide:
         lease, tracked.prefetched = tracked.prefetched, None
         if lease is not None:
             self._prefetching.give_back(lease)
+
+    def _starts(self, plan: StepPlan, tracked: Tracked, blocks: Sequence[int], has: int) -> frozenset[int]:
+        """A request has its turn. Returns the blocks that another connector fills, perhaps in this step.
+
+        Whether they came only the step's end tells: a load of nothing is heard of then.
+        """
+        first, end = tracked.starts(has, self._size)
+        if first == end:
+            return frozenset()
+        request = tracked.request.request_id
+        space, _ = self._namespaces.of(tracked.scope)
+        plan.loads.append(LoadOp(request=request, namespace=space, keys=(), blocks=(), is_async=False))
+        self._unheard[request] = self._unheard.get(request, frozenset()) | frozenset(blocks[first:end])
+        return self._unheard[request]
 
     def _plan_save(self, plan: StepPlan, tracked: Tracked, blocks: Sequence[int], computed: int) -> None:
         """Save the blocks that are full after this step and that the store was not seen to have.

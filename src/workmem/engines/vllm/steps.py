@@ -6,6 +6,14 @@ import msgspec
 
 from workmem.core.keys import BlockKey
 from workmem.core.layout import Namespace
+from workmem.core.outcomes import MissReason
+
+LATE = "late"
+"""Why a page was not loaded: it did not come in time."""
+NO_ROOM = "no room"
+"""Dram is held by others."""
+DAMAGED = frozenset({MissReason.CORRUPT.value, LATE})
+"""A page of which this is true is not to be promised again soon. What else failed, a lookup knows by itself."""
 
 
 class Promise(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,16 +10,18 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 
 from workmem.core.errors import CapacityError, LeaseError
 from workmem.core.keys import BlockKey
 from workmem.core.layout import Namespace
+from workmem.core.outcomes import MissReason
 from workmem.engines.vllm.moving import EngineBlocks, Fence, Filling, Mark, Reading
 from workmem.engines.vllm.outcomes import LoadOutcomes
 from workmem.engines.vllm.pending import PendingSaves
-from workmem.engines.vllm.steps import LoadOp, SaveOp, StepPlan
+from workmem.engines.vllm.steps import LATE, NO_ROOM, LoadOp, SaveOp, StepPlan
 from workmem.store.contract import BlockId, KVStore, Lease, PageWrite, SaveState
 
 log = logging.getLogger("vllm.workmem")
@@ -47,7 +49,7 @@ class WorkerSide:
         self._load_s = load_s
         self._pending = PendingSaves()
         self._roots: dict[Namespace, bytes] = {}
-        self._jobs: queue.SimpleQueue[tuple[LoadOp, Mark] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[LoadOp, Mark, float] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._load_behind, name="workmem-vllm-load", daemon=True)
         self._thread.start()
 
@@ -70,7 +72,10 @@ class WorkerSide:
         for op in plan.loads:
             if op.is_async:
                 self._outcomes.goes_aside(op)
-                self._jobs.put((op, mark))
+                # From now on, and not from its turn: many may stand before it that wait for the same disk.
+                self._jobs.put((op, mark, time.monotonic() + self._load_s))
+            elif not op.blocks:
+                self._outcomes.end(op, 0, "")
             else:
                 self._end(op, *self._loaded(op, mark, SYNC_LOAD_S))
 
@@ -101,9 +106,9 @@ class WorkerSide:
 
     def _load_behind(self) -> None:
         while (job := self._jobs.get()) is not None:
-            op, mark = job
+            op, mark, until = job
             try:
-                pages, why = self._loaded(op, mark, self._load_s)
+                pages, why = self._loaded(op, mark, max(0.0, until - time.monotonic()))
             except Exception as error:  # thread main: whoever waits for the load must hear of its end
                 log.exception("loading pages met a bug of ours; their tokens are computed")
                 pages, why = 0, str(error)
@@ -115,7 +120,8 @@ class WorkerSide:
         try:
             lease = self._store.lease(self._root(op.namespace), op.keys, owner=op.request, ttl_s=_LEASE_S)
         except CapacityError as error:
-            return 0, str(error)
+            log.info("pages are not loaded: %s", error)
+            return 0, NO_ROOM
         try:
             settled = threading.Event()
             lease.on_settled(settled.set)
@@ -127,9 +133,9 @@ class WorkerSide:
             finally:
                 into.end()
             if copied < ready:
-                return copied, "corrupt"
+                return copied, MissReason.CORRUPT.value
             failed = lease.failed
-            return ready, (failed.value if failed else "" if ready == len(op.blocks) else "late")
+            return ready, (failed.value if failed else "" if ready == len(op.blocks) else LATE)
         finally:
             lease.release()
 

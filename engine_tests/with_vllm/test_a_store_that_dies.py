@@ -20,8 +20,8 @@ from workmem.store.host.place import is_served
 
 LENGTH = 257
 CHUNK = 64
-STANDS_STILL_S = 15.0
-"""More than any request waits for a store that does not answer, on a machine that is busy."""
+STANDS_STILL_S = 25.0
+"""More than any request waits for a store that does not answer, however busy the machine; less than `vllm.load_s`."""
 
 
 class Apart(Host):
@@ -210,14 +210,16 @@ def test_a_store_killed_in_the_middle_of_a_load(engine: Both, way: str, moment: 
 def test_a_store_that_stands_still_in_the_middle_of_a_load(engine: Both, way: str, monkeypatch):
     """Nobody hangs up, nothing is answered: as a machine that swaps, or a process under a debugger."""
     ids = prompt(LENGTH, 30 + len(way))
+    began = time.monotonic()
     wanted = engine.tokens(ids)
+    computed_s = time.monotonic() - began
     engine.forget()
     began = time.monotonic()
     with monkeypatch.context() as patch:
         loader, brought = one_loads(engine, way, patch)
         first_time(patch, loader._store, "lease", lambda: os.kill(engine.host.process.pid, signal.SIGSTOP))
         assert engine.tokens(ids) == wanted
-        assert time.monotonic() - began < STANDS_STILL_S
+        assert time.monotonic() - began < computed_s + STANDS_STILL_S
         # Who comes next does not wait for it at all, but for who asks first.
         assert len(engine.tokens(prompt(LENGTH, 98))) == 8
         os.kill(engine.host.process.pid, signal.SIGCONT)

@@ -138,7 +138,9 @@ class Bench:
             worker = Worker(system, self._folder / f"{folder.name}.log", START_S)
             self.versions[kind.name] = worker.versions
             self._warm(worker)
-            found = worker.ask(3 * self._mode.budget_s, do="play", sessions=self._sessions(kind.name == OURS))
+            found = worker.ask(
+                3 * self._mode.budget_s, do="play", sessions=self._sessions(has_levers=kind.name == OURS)
+            )
             self._keep(kind.name, number, found, time.monotonic() - begin)
             worker.ask(CLOSE_S, do="close")
         except (WorkerFailed, OSError) as error:
@@ -159,7 +161,7 @@ class Bench:
         if not worker.ask(ASK_S, do="reset")["is_empty"]:
             raise WorkerFailed("vLLM's prefix cache could not be emptied: something holds its blocks")
 
-    def _sessions(self, has_levers: bool) -> list[dict[str, Any]]:  # noqa: FBT001
+    def _sessions(self, *, has_levers: bool) -> list[dict[str, Any]]:
         return [
             {
                 "start_s": session.start_s,

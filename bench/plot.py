@@ -186,7 +186,7 @@ def plot_agents(result: dict[str, Any]) -> plt.Figure:
         panels[2].bar(place, new, 0.7, color="#999999")
         panels[2].bar(place, row["recomputed"], 0.7, bottom=new, color=colour)
     panels[0].set_ylabel("input tokens/s")
-    panels[1].set_ylabel("time to first token, s: first turns, later turns")
+    panels[1].set_ylabel("TTFT of first and later turns, s (p95 pale)")
     panels[1].set_yscale("log")
     panels[2].set_ylabel("tokens computed: new (grey), again")
     for panel in panels:

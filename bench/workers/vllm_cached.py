@@ -226,13 +226,12 @@ def _said(output: Any) -> dict[str, Any]:
 
 
 def _counts(engine: Any) -> dict[str, int]:
-    """What our connector's levers did; nothing of another one."""
-    core = getattr(engine.engine_core, "engine_core", None)
-    side = getattr(getattr(getattr(core, "scheduler", None), "connector", None), "_scheduler", None)
+    """What our connector, its levers and our scheduler class did; nothing of others."""
+    scheduler = getattr(getattr(engine.engine_core, "engine_core", None), "scheduler", None)
+    side = getattr(getattr(scheduler, "connector", None), "_scheduler", None)
     levers = getattr(side, "levers", None)
-    if levers is None:
-        return {}
-    return dict(side.counts) | dict(levers.counts) | dict(levers.pins.counts if levers.pins else {})
+    counting = (side, levers, getattr(levers, "pins", None), getattr(scheduler, "_admitting", None))
+    return {name: count for one in counting for name, count in getattr(one, "counts", {}).items()}
 
 
 def _pending() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -12,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+IDLE_S, IDLE_SHARE = 0.25, 0.1
+"""A process that uses less than a tenth of a core for so long has nothing left to do."""
 WORKERS = Path(__file__).parent / "workers"
 
 
@@ -71,6 +74,26 @@ class Worker:
     def resume(self) -> None:
         """Let them go on."""
         os.killpg(self._process.pid, signal.SIGCONT)
+
+    def wait_until_idle(self, timeout_s: float) -> None:
+        """Until neither it nor its servers compute or write any more, whatever they do behind their answers."""
+        until, busy_s = time.monotonic() + timeout_s, self._busy_s()
+        while time.monotonic() < until:
+            time.sleep(IDLE_S)
+            before, busy_s = busy_s, self._busy_s()
+            if busy_s - before < IDLE_SHARE * IDLE_S:
+                return
+
+    def _busy_s(self) -> float:
+        """Seconds of processor that its process group has used."""
+        ticks = 0
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                # Behind the name, which may hold anything: state, parent, group, ...
+                fields = path.read_text().rpartition(")")[2].split()
+                if int(fields[2]) == self._process.pid:
+                    ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
 
     def close(self) -> None:
         """End it, whatever state it is in."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +17,7 @@ import vllm_systems
 import vllm_ttft
 from harness import Journal
 from rich.console import Console
-from systems import WorkerFailed
+from systems import Worker, WorkerFailed
 from vllm_report import Sample
 from vllm_systems import ALONE, LMCACHE, MOONCAKE, NATIVE, OURS, Kind, Place
 
@@ -201,6 +203,8 @@ class Machine:
         self.disks: dict[str, set[int]] = {}
         self.asked = 0
         self.dies_at = 0
+        self.waited = 0
+        """Times that it was waited for until all was quiet."""
         self.late = 0
         """Times that saving is not through yet when the prefix cache is emptied."""
         self.refused = ""
@@ -225,6 +229,9 @@ class ScriptedWorker:
 
     def close(self) -> None:
         self._machine.running.discard(self.system.name)
+
+    def wait_until_idle(self, timeout_s: float) -> None:
+        self._machine.waited += 1
 
     def ask(self, timeout_s: float, **request):
         machine, tiers = self._machine, self._tiers
@@ -292,6 +299,7 @@ def bench_in(folder: Path, mode=MODE) -> vllm_ttft.Bench:
 def test_a_run_measures_every_cell_of_every_pair_once(tmp_path: Path, machine: Machine):
     bench = bench_in(tmp_path)
     bench.run()
+    assert machine.waited == 3 * MODE.pairs * len(MODE.prompt_tokens), "after each prompt that was computed"
     assert len(bench.samples) == len(MODE.prompt_tokens) * MODE.pairs * CELLS
     assert all(sample.is_pure for sample in bench.samples)
     assert bench.absent == {LMCACHE: {"error": "not given"}}
@@ -312,6 +320,18 @@ def test_a_run_that_is_killed_goes_on_where_it_was(tmp_path: Path, machine: Mach
     impure = [sample for sample in bench.samples if not sample.is_pure]
     assert len(bench.samples) == len(MODE.prompt_tokens) * MODE.pairs * CELLS
     assert not impure
+
+
+def test_what_runs_behind_an_answer_ends_before_others_are_measured():
+    busy = "import time; until = time.monotonic() + 1.0\nwhile time.monotonic() < until: pass\ntime.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", busy], start_new_session=True) as process:
+        worker = object.__new__(Worker)
+        worker._process = process
+        begin = time.monotonic()
+        worker.wait_until_idle(30.0)
+        took_s = time.monotonic() - begin
+        process.kill()
+    assert 0.8 < took_s < 20.0
 
 
 def test_a_hit_in_memory_waits_until_it_was_saved(tmp_path: Path, machine: Machine):

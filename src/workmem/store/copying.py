@@ -14,7 +14,7 @@ import struct
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -62,7 +62,8 @@ class PageCopy:
         self._sums = ctypes.c_uint64 * len(spans)
         self._unpack = struct.Struct(f"={len(spans)}Q").unpack
         is_long = min(end - start for start, end in spans) >= _NATIVE_SLICE_BYTES_MIN
-        self._native = native_copy() if is_long else None
+        native = native_copy() if is_long else None
+        self._native = native.page if native else None
 
     def read(self, lease: Lease, index: int, into: Bytes) -> None:
         """Copy page `index` of `lease` into `page_bytes` bytes of the caller's, and compare the copy (R3).
@@ -149,8 +150,15 @@ def _address(memory: memoryview) -> int:
     return np.frombuffer(memory, dtype=np.uint8).__array_interface__["data"][0]
 
 
-def native_copy() -> Callable[..., None] | None:
-    """`workmem_copy_page`, where this process uses it."""
+class NativeCopy(NamedTuple):
+    """The functions of `page_copy.c`, see there."""
+
+    page: Callable[..., None]
+    slices: Callable[..., None]
+
+
+def native_copy() -> NativeCopy | None:
+    """Where this process uses it."""
     return _Process.copy
 
 
@@ -168,10 +176,10 @@ def use_native_copy(cache_dir: Path) -> bool:
 class _Process:
     """What is loaded into a process is there for all of it."""
 
-    copy: Callable[..., None] | None = None
+    copy: NativeCopy | None = None
 
 
-def _built(cache_dir: Path) -> Callable[..., None] | None:
+def _built(cache_dir: Path) -> NativeCopy | None:
     compiler = find_compiler()
     if compiler is None:
         _LOG.info("no C compiler found: pages are copied first and then checked, slower")
@@ -179,18 +187,19 @@ def _built(cache_dir: Path) -> Callable[..., None] | None:
     try:
         wanted = Library("page-copy", _FLAGS, {_SOURCE: ()})
         library = ctypes.CDLL(str(build_library(compiler, wanted, cache_dir)))
-        copy: Any = library.workmem_copy_page
+        copy, slices = library.workmem_copy_page, library.workmem_copy_slices
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         _LOG.warning(
             "the native copy could not be built (%s): pages are copied first and then checked", error
         )
         return None
     copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
-    copy.restype = None
+    slices.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
+    copy.restype = slices.restype = None
     if not _is_right(copy):
         _LOG.warning("the native copy makes other checksums than xxhash here: it is not used")
         return None
-    return copy
+    return NativeCopy(copy, slices)
 
 
 def _is_right(copy: Callable[..., None]) -> bool:

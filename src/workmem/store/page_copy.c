@@ -172,14 +172,27 @@ static uint64_t copy_slice(uint8_t *to, const uint8_t *from, size_t bytes)
 
 #endif
 
+/* Writes past the caches become visible to other processors before anything that follows. */
+static void make_visible(void)
+{
+#if defined(__AVX2__)
+    _mm_sfence();
+#endif
+}
+
 /* `to` and `from` are whole pages. Of their slices those from bounds[0] to bounds[1], bounds[1] to bounds[2], ... are
  * copied, `count` of them; `sums` has a place for each. */
 void workmem_copy_page(uint8_t *to, const uint8_t *from, const uint64_t *bounds, uint64_t *sums, int64_t count)
 {
     for (int64_t i = 0; i < count; i++)
         sums[i] = copy_slice(to + bounds[i], from + bounds[i], bounds[i + 1] - bounds[i]);
-#if defined(__AVX2__)
-    /* Writes past the caches become visible to other processors before anything that follows. */
-    _mm_sfence();
-#endif
+    make_visible();
+}
+
+/* The same for slices of `bytes` each that lie anywhere. */
+void workmem_copy_slices(uint8_t *const *to, const uint8_t *const *from, int64_t bytes, uint64_t *sums, int64_t count)
+{
+    for (int64_t i = 0; i < count; i++)
+        sums[i] = copy_slice(to[i], from[i], bytes);
+    make_visible();
 }

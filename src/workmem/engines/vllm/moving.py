@@ -41,7 +41,10 @@ class Filling(Protocol):
     """Pages on their way into blocks. Of one thread at a time."""
 
     def copy_in(self, block: int, source: memoryview) -> tuple[int, ...]:
-        """Bring a page on its way into a block; the checksum of each slice of what goes there (R3)."""
+        """Bring a page on its way into a block; the checksum of each slice of what goes there (R3).
+
+        `source` is not read any more when this returns.
+        """
         ...
 
     def clear(self, block: int) -> None:

@@ -14,15 +14,14 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from workmem.core.errors import CapacityError, LeaseError
 from workmem.core.keys import BlockKey
 from workmem.core.layout import Namespace
-from workmem.core.outcomes import MissReason
-from workmem.engines.vllm.moving import EngineBlocks, Fence, Filling, Mark, Reading
+from workmem.engines.vllm.loading import Loading
+from workmem.engines.vllm.moving import EngineBlocks, Fence, Mark, Reading
 from workmem.engines.vllm.outcomes import LoadOutcomes
 from workmem.engines.vllm.pending import PendingSaves
-from workmem.engines.vllm.steps import LATE, NO_ROOM, LoadOp, SaveOp, StepPlan
-from workmem.store.contract import BlockId, KVStore, Lease, PageWrite, SaveState
+from workmem.engines.vllm.steps import LoadOp, SaveOp, StepPlan
+from workmem.store.contract import BlockId, KVStore, PageWrite, SaveState
 
 log = logging.getLogger("vllm.workmem")
 
@@ -32,7 +31,6 @@ SAVE_WAIT_S = 10.0
 """Longest that a step waits for a copy of a block that it is about to write to; past it saving is over."""
 ROOTS_MAX = 1024
 """Remembered; then from the beginning."""
-_LEASE_S = 60.0
 
 
 class WorkerSide:
@@ -47,6 +45,7 @@ class WorkerSide:
         self._outcomes = outcomes
         self._rank = rank
         self._load_s = load_s
+        self._loading = Loading(store, blocks, self.counts)
         self._pending = PendingSaves()
         self._roots: dict[Namespace, bytes] = {}
         self._jobs: queue.SimpleQueue[tuple[LoadOp, Mark, float] | None] = queue.SimpleQueue()
@@ -116,45 +115,7 @@ class WorkerSide:
 
     def _loaded(self, op: LoadOp, mark: Mark, wait_s: float) -> tuple[int, str]:
         """Bring pages into blocks. How many are in place, from the first on, and why the next one is not."""
-        fences = self._free(op.blocks)
-        try:
-            lease = self._store.lease(self._root(op.namespace), op.keys, owner=op.request, ttl_s=_LEASE_S)
-        except CapacityError as error:
-            log.info("pages are not loaded: %s", error)
-            return 0, NO_ROOM
-        try:
-            settled = threading.Event()
-            lease.on_settled(settled.set)
-            settled.wait(wait_s)
-            ready = lease.ready
-            into = self._blocks.begin_in(mark, fences, is_aside=op.is_async)
-            try:
-                copied = self._copied(lease, op.blocks[:ready], into)
-            finally:
-                into.end()
-            if copied < ready:
-                return copied, MissReason.CORRUPT.value
-            failed = lease.failed
-            return ready, (failed.value if failed else "" if ready == len(op.blocks) else LATE)
-        finally:
-            lease.release()
-
-    def _copied(self, lease: Lease, blocks: tuple[int, ...], into: Filling) -> int:
-        """How many pages, from the first on, were copied and are what was stored (R3, R6)."""
-        for index, block in enumerate(blocks):
-            try:
-                wanted = lease.checksums(index)
-                with lease.page(index) as page:
-                    found = into.copy_in(block, page)
-                if found == wanted:
-                    continue
-                self.counts["corrupt"] += 1
-                lease.quarantine(index)
-            except LeaseError as error:
-                log.info("a page was lost while it was loaded: %s", error)
-            into.clear(block)
-            return index
-        return len(blocks)
+        return self._loading.load(op, self._root(op.namespace), mark, self._free(op.blocks), wait_s)
 
     def _end(self, op: LoadOp, pages: int, why: str) -> None:
         self.counts["pages_loaded"] += pages

@@ -246,13 +246,7 @@ def test_what_is_being_saved_is_dropped_where_the_scheduler_goes_off(
 
 def test_a_load_aside_says_itself_how_it_ends(store: Store):
     """Its blocks are written to until then: the engine must not have them back before."""
-    op = LoadOp(
-        request="b",
-        blocks=(1, 2),
-        is_async=True,
-        namespace=Namespace(model_fingerprint="", layout=FACTS.layout(0)),
-        keys=(),
-    )
+    op = aside("b")
     outcomes = LoadOutcomes()
     outcomes.goes_aside(op)
     outcomes.fail(StepPlan(loads=[op]), "off")
@@ -261,6 +255,30 @@ def test_a_load_aside_says_itself_how_it_ends(store: Store):
     outcomes.end(op, 1, "late")
     assert outcomes.arrived() == {"b"}
     assert outcomes.failed_blocks() == {2}
+
+
+def aside(request: str) -> LoadOp:
+    layout = FACTS.layout(0)
+    space = Namespace(model_fingerprint="", layout=layout)
+    return LoadOp(request=request, blocks=(1, 2), is_async=True, namespace=space, keys=())
+
+
+def test_an_idle_step_waits_for_a_load_no_longer_than_it_takes():
+    outcomes = LoadOutcomes()
+    begin = time.monotonic()
+    assert outcomes.arrived(10.0) == set(), "nothing is on its way"
+    outcomes.goes_aside(aside("b"))
+    threading.Timer(0.05, lambda: outcomes.end(aside("b"), 2, "")).start()
+    assert outcomes.arrived(10.0) == {"b"}
+    assert 0.04 < time.monotonic() - begin < 5.0
+
+
+def test_a_step_is_idle_where_nothing_is_computed_in_it(store: Store):
+    made = engine(store)
+    made.side.arrives(Request("a", PROMPT))
+    assert made.side.plan({}, lambda _: None).is_idle
+    assert not made.side.plan({"a": (0, 4)}, lambda _: [1, 2]).is_idle
+    made.close()
 
 
 @pytest.mark.parametrize("at", [0, 2])

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.workmem")
 
+IDLE_WAIT_S = 0.002
+"""A step without a request waits so long for a load: an engine that turns in place has the interpreter, and its core."""
+
 
 @dataclass
 class WorkmemPlan(KVConnectorMetadata):
@@ -232,7 +235,8 @@ class WorkmemConnector(KVConnectorBase_V1, SupportsHMA):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """See `LoadOutcomes.arrived`."""
         del finished_req_ids
-        return None, self._outcomes.arrived() or None
+        wait_s = IDLE_WAIT_S if self._plan().is_idle else 0.0
+        return None, self._outcomes.arrived(wait_s) or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """See `LoadOutcomes.failed_blocks`."""

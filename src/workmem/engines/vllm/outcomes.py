@@ -14,7 +14,7 @@ class LoadOutcomes:
     """Each load ends once. Told by the engine's thread and by the one that loads aside."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._aside: set[str] = set()
         """Requests whose loads go on behind the engine: those say themselves how they end."""
         self._ended: dict[str, Loaded] = {}
@@ -34,6 +34,7 @@ class LoadOutcomes:
             self._failed.update(op.blocks[pages:])
             if op.is_async:
                 self._arrived.add(op.request)
+                self._lock.notify_all()
 
     def fail(self, plan: StepPlan, why: str) -> None:
         """Nobody loads what `plan` promises, but for what has ended or goes on aside."""
@@ -43,9 +44,14 @@ class LoadOutcomes:
             if not is_seen:
                 self.end(op, 0, why)
 
-    def arrived(self) -> set[str]:
-        """Requests that waited aside whose loads have ended, since the last call."""
+    def arrived(self, wait_s: float = 0.0) -> set[str]:
+        """Requests that waited aside whose loads have ended, since the last call.
+
+        Where there are none but some are on their way, waits up to `wait_s` for the first.
+        """
         with self._lock:
+            if self._aside and not self._arrived:
+                self._lock.wait(wait_s)
             found, self._arrived = self._arrived, set()
         return found
 

@@ -179,7 +179,7 @@ class SchedulerSide:
         Where steps overlap, `has` counts tokens of steps under way: some are not known yet, and drafts among them may
         be turned down, and computed again.
         """
-        plan = StepPlan(loads=self._loads)
+        plan = StepPlan(loads=self._loads, is_idle=not scheduled)
         running: list[tuple[Tracked, int]] = []
         unheard = frozenset[int]().union(*self._unheard.values())
         for name, (has, adds) in scheduled.items():

@@ -56,6 +56,8 @@ class StepPlan(msgspec.Struct):
     written: list[int] = []
     broken: list[Promise] = []
     """Nothing of these is to be had."""
+    is_idle: bool = False
+    """Nothing is computed in it."""
     is_off: bool = False
     """The scheduler's side does nothing any more: what the step writes to is not known."""
 

@@ -19,7 +19,7 @@ from workmem.core.outcomes import MissReason
 from workmem.engines.vllm import loading
 from workmem.engines.vllm.kv_blocks import KVBlocks
 from workmem.engines.vllm.loading import Loading
-from workmem.engines.vllm.steps import LoadOp
+from workmem.engines.vllm.steps import NO_ROOM, LoadOp
 from workmem.store.contract import BlockId
 from workmem.store.store import Store
 
@@ -226,4 +226,4 @@ def test_where_little_can_be_held_windows_take_turns():
 
 
 def test_where_nothing_can_be_held_the_load_says_so():
-    assert run(ScriptedStore(holds=0), ScriptedBlocks(), op_of(keys_of(12))) == (0, "all is held")
+    assert run(ScriptedStore(holds=0), ScriptedBlocks(), op_of(keys_of(12))) == (0, NO_ROOM)

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 
 from workmem.core.errors import CapacityError, LeaseError
 from workmem.core.outcomes import MissReason
@@ -65,7 +65,7 @@ class Loading:
                 into.end()
         return copied, ""
 
-    def _leases(self, op: LoadOp, root: bytes, window: int) -> Iterator[Lease]:
+    def _leases(self, op: LoadOp, root: bytes, window: int) -> Generator[Lease]:
         """Each window's lease, released when the next one is asked for. Raises CapacityError where none can be held."""
         parts = deque(op.keys[at : at + window] for at in range(0, len(op.keys), window))
         held: deque[Lease] = deque()

@@ -525,7 +525,7 @@ def test_loads_that_wait_for_one_that_does_not_come_wait_no_longer_than_it(tmp_p
     made = engine(kept, settings=VllmConfig(load_s=0.4))
 
     class Never:
-        ready, failed = 0, None
+        keys, ready, failed = (b"",), 0, None
 
         def on_settled(self, callback: object) -> None:
             pass
@@ -533,7 +533,9 @@ def test_loads_that_wait_for_one_that_does_not_come_wait_no_longer_than_it(tmp_p
         def release(self) -> None:
             pass
 
-    made.worker._store = SimpleNamespace(lease=lambda *_, **__: Never(), register=lambda space: b"")
+    made.worker._store = made.worker._loading._store = SimpleNamespace(
+        lease=lambda *_, **__: Never(), register=lambda space: b""
+    )
     space = Namespace(model_fingerprint="", layout=FACTS.layout(0))
     loads = [
         LoadOp(request=f"r{at}", blocks=(at,), is_async=True, namespace=space, keys=(BlockKey(bytes(32)),))

@@ -147,6 +147,16 @@ def sources(answer: Any) -> dict[str, int]:
     return answer.kv_transfer_params["workmem"]["tokens"]
 
 
+def series(engine: Engine, name: str) -> dict[str, float]:
+    """Of one of our metrics: value of its label to what it is at. Needs `disable_log_stats=False`."""
+    own = {"model_name", "engine"}
+    return {
+        "".join(value for label, value in metric.labels.items() if label not in own): metric.value
+        for metric in engine.llm.get_metrics()
+        if metric.name == f"vllm:workmem_{name}"
+    }
+
+
 def prompt(length: int, seed: int) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(1000, 40000) for _ in range(length)]

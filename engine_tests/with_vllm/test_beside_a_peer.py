@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import Engine, Host, prompt, sources
+from harness import Engine, Host, prompt, series, sources
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +29,7 @@ def engine(host: Host, smollm2: Path) -> Iterator[Engine]:
     made = Engine(
         host,
         smollm2,
+        disable_log_stats=False,
         kv_transfer_config={
             "kv_connector": "MultiConnector",
             "kv_role": "kv_both",
@@ -71,3 +72,16 @@ def test_the_peer_loads_where_ours_is_gone(engine: Engine):
 
 def test_no_request_is_kept_in_mind(engine: Engine):
     assert not children(engine)[0]._scheduler._requests
+
+
+def test_vllm_shows_our_metrics_beside_the_peers(engine: Engine):
+    shown = {metric.name for metric in engine.llm.get_metrics()}
+    assert {"vllm:workmem_pages_loaded", "vllm:kv_offload_load_bytes"} <= shown
+    assert series(engine, "pages_loaded") == {"": 4}
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
+
+    log = KVConnectorLogging(engine.llm.llm_engine.vllm_config.kv_transfer_config)
+    log.observe({"WorkmemConnector": {"pages_loaded": 2, "pins": 0}})
+    lines: list[str] = []
+    log.log(lambda text, *values: lines.append(text % values))
+    assert lines == ["KV Transfer metrics: WorkmemConnector={'pages_loaded': 2}"]

@@ -7,11 +7,14 @@ Only translates: `workmem.engines.vllm` decides and moves. No exception leaves a
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -28,9 +31,11 @@ from workmem.engines.vllm.guard import Guard
 from workmem.engines.vllm.outcomes import LoadOutcomes
 from workmem.engines.vllm.scheduler import SchedulerSide
 from workmem.engines.vllm.steps import StepPlan, StepReport
+from workmem.engines.vllm.telling import Changes, guard_totals, scheduler_totals, worker_totals
 from workmem.engines.vllm.worker import WorkerSide
 from workmem.plugins.vllm_events import as_kv_events
 from workmem.plugins.vllm_facts import fingerprint, read_facts
+from workmem.plugins.vllm_metrics import WorkmemMetrics, WorkmemStats
 from workmem.plugins.vllm_store import open_store, read_settings
 from workmem.plugins.vllm_tensors import blocks_of
 from workmem.store.host.client import HostStore
@@ -78,8 +83,12 @@ class WorkmemConnector(KVConnectorBase_V1, SupportsHMA):
         self._adapters = Adapters(AdapterDigests(cache_dir()))
         self._is_empty = False
         """VLLM dropped all of its own blocks when it last was to."""
-        is_scheduler = role is KVConnectorRole.SCHEDULER
+        self._beside: list[Counter[str]] = []
+        self._changes = Changes()
+        self._is_scheduler = is_scheduler = role is KVConnectorRole.SCHEDULER
         self._guard = Guard("scheduler" if is_scheduler else "worker", self._gone_off)
+        # What is off has still to be told.
+        self._telling = Guard("metrics")
         # A cache's failure is a miss, never the request's: vLLM reads this after it has made the connector.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
         if is_scheduler:
@@ -255,7 +264,39 @@ class WorkmemConnector(KVConnectorBase_V1, SupportsHMA):
             if part is not None:
                 self._guard.call(part.close, None)
 
+    # -- what both sides count
+
+    def also_tell(self, counts: Counter[str]) -> None:
+        """Of our scheduler class, which has no metrics of its own."""
+        self._beside.append(counts)
+
+    def get_kv_connector_stats(self) -> WorkmemStats | None:
+        """What has changed since the last call."""
+        changes = self._telling.call(self._changed, dict[str, int]())
+        return WorkmemStats(data=changes) if changes else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> WorkmemStats:
+        """In vLLM's front end: what a side has told."""
+        return WorkmemStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> WorkmemMetrics:
+        """In vLLM's front end: what shows them."""
+        return WorkmemMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     # -- inside
+
+    def _changed(self) -> dict[str, int]:
+        side = "scheduler" if self._is_scheduler else "worker"
+        totals = guard_totals(side, self._guard)
+        if self._scheduler is not None:
+            totals.update(scheduler_totals(self._scheduler, *self._beside))
+        if self._worker is not None:
+            totals.update(worker_totals(self._worker))
+        return self._changes.of(totals)
 
     def _plan(self) -> StepPlan:
         meta = self._connector_metadata
@@ -360,3 +401,8 @@ def _plan(side: SchedulerSide, output: Any) -> StepPlan:
         return None if tables is None else tables[0]
 
     return side.plan({name: (has[name], adds) for name, adds in output.num_scheduled_tokens.items()}, table)
+
+
+with contextlib.suppress(ValueError):
+    # In a MultiConnector vLLM looks by name for whose metrics these are. A ValueError says that it is known already.
+    KVConnectorFactory.register_connector(WorkmemConnector.__name__, __name__, WorkmemConnector.__name__)

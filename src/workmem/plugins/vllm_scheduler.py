@@ -87,6 +87,8 @@ class SyncAgentScheduler(Scheduler):
         )
         size = groups[0].kv_cache_spec.block_size if groups else self.block_size
         self._admitting = Admitting(policy, self.kv_cache_manager.block_pool, size, time.monotonic)
+        for connector in self._ours():
+            connector.also_tell(self._admitting.counts)
 
     def _put_in_order(self, side: Admitting) -> None:
         side.begin_step(self.requests, len(self.requests))
@@ -103,13 +105,11 @@ class SyncAgentScheduler(Scheduler):
         return self.kv_cache_manager.get_block_ids(request)[0]
 
     def _gives_way(self) -> int:
-        connector = self.connector
-        ours = [
-            one
-            for one in (connector, *getattr(connector, "_connectors", ()))
-            if isinstance(one, WorkmemConnector)
-        ]
-        return sum(one.blocks_that_give_way() for one in ours)
+        return sum(connector.blocks_that_give_way() for connector in self._ours())
+
+    def _ours(self) -> list[WorkmemConnector]:
+        all_ = (self.connector, *getattr(self.connector, "_connectors", ()))
+        return [connector for connector in all_ if isinstance(connector, WorkmemConnector)]
 
 
 class AsyncAgentScheduler(SyncAgentScheduler, AsyncScheduler):

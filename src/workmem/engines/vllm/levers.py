@@ -122,6 +122,7 @@ class Levers:
         """Do of its hints what cannot wait for its end."""
         hints = tracked.hints
         for action in hints.actions:
+            self.counts[f"lever_{action.kind}"] += 1
             if action.kind is Kind.PREFETCH:
                 hints.outcomes.append(self._prefetch(tracked, action))
             elif action.kind is Kind.DEMOTE and action.payload.session not in (None, hints.session):

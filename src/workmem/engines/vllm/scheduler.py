@@ -20,6 +20,8 @@ from workmem.engines.vllm.steps import DAMAGED, LoadOp, Promise, SaveOp, StepPla
 
 ANSWER = "workmem"
 """Under this name a response's `kv_transfer_params` say where its tokens came from."""
+LOAD_OUTCOMES = ("whole", "late", "off", *(reason.value for reason in MissReason), "other")
+"""Whole, or why it fell short."""
 _PREFETCH_TTL_S = 60.0
 
 
@@ -206,6 +208,8 @@ class SchedulerSide:
         """What the workers say of loads that have ended."""
         for name, load in report.loads.items():
             self._unheard.pop(name, None)
+            outcome = load.why_short or "whole"
+            self.counts[f"loads_{outcome if outcome in LOAD_OUTCOMES else 'other'}"] += 1
             tracked = self._requests.get(name)
             if tracked is None:
                 continue
@@ -213,7 +217,6 @@ class SchedulerSide:
             self.counts["pages_loaded"] += load.pages
             key = tracked.loaded(load, self._size)
             if key is not None:
-                self.counts["loads_short"] += 1
                 if load.why_short in DAMAGED:
                     self._denied.add(key)
                 elif load.why_short == MissReason.UNAVAILABLE:

@@ -52,6 +52,16 @@ class WorkerSide:
         self._thread = threading.Thread(target=self._load_behind, name="workmem-vllm-load", daemon=True)
         self._thread.start()
 
+    @property
+    def page_bytes(self) -> int:
+        """Of this worker's part of a block."""
+        return self._blocks.layout.page_bytes
+
+    @property
+    def save_waits(self) -> int:
+        """Times that the engine had to wait for a copy."""
+        return self._pending.waits
+
     # -- the steps of the engine
 
     def before_step(self, plan: StepPlan) -> None:
@@ -119,7 +129,6 @@ class WorkerSide:
 
     def _end(self, op: LoadOp, pages: int, why: str) -> None:
         self.counts["pages_loaded"] += pages
-        self.counts["loads_short"] += pages < len(op.blocks)
         self._outcomes.end(op, pages, why)
 
     # -- saving

@@ -31,7 +31,9 @@ def test_no_two_series_show_the_same_count():
     assert len(COUNTS) == len(set(COUNTS)) > 40
 
 
-@given(st.lists(st.dictionaries(st.sampled_from([*COUNTS, "not shown"]), st.integers(0, 9))))
+@given(
+    st.lists(st.fixed_dictionaries(dict.fromkeys([*COUNTS[:2], "not shown"], st.integers(0, 9))), max_size=8)
+)
 def test_changes_of_several_times_add_up_to_the_total_up_and_down(times):
     changes, told = Changes(), {}
     for totals in times:

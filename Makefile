@@ -27,6 +27,8 @@ GPU_MODEL ?=
 GPU_TESTS ?= engine_tests/gpu.py $(addprefix engine_tests/with_vllm/test_,round_trip.py failures.py scarce_blocks.py signatures.py)
 # Tests on real engines, or one of them, for `make test-engines`.
 ENGINE_TESTS ?= engine_tests
+# Of the system, and not in Mooncake's wheel.
+MOONCAKE_LIBRARIES := libibverbs1 librdmacm1 libnuma1 libcurl4
 
 BIN := $(VENV)/bin
 # Without --no-compile pip would compile 15,000 files, of which some 2,000 are ever imported: a minute and a half.
@@ -127,6 +129,13 @@ docs: $(VENV)/.stamp-test ## Write the generated pages of docs/reference anew
 model: $(VENV)/.stamp-run ## Prepare the model (once, some 20 s)
 	@folder="$$($(BIN)/workmem model prepare $(MODEL))" && echo "model ready in $$folder"
 
+.PHONY: mooncake-libraries
+mooncake-libraries: ## Install what Mooncake needs of the system (Debian, Ubuntu; as root)
+	$(STEP) 'libraries of the system: $(MOONCAKE_LIBRARIES)'
+	@[ "$$(id -u)" = 0 ] || { echo "as root: apt-get install $(MOONCAKE_LIBRARIES)"; exit 1; }
+	@apt-get update -qq
+	@DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(MOONCAKE_LIBRARIES)
+
 .PHONY: install
 install: $(VENV)/.stamp-run ## Create the virtual environment and install workmem
 
@@ -164,6 +173,8 @@ $(VENV)/.stamp-run: pyproject.toml $(VENV)/.stamp-torch
 $(VENV)/.stamp-test: $(VENV)/.stamp-run
 	$(STEP) 'installing test tools (some 20 s)'
 	@$(PIP_INSTALL) -e '.[test,lint]'
+	@$(BIN)/python -c 'import mooncake.store' 2>/dev/null || $(MAKE) --no-print-directory mooncake-libraries
+	@$(BIN)/python -c 'import mooncake.store'
 	@touch $@
 
 $(VLLM_VENV)/.stamp-vllm: pyproject.toml engine_tests/requirements_of.py

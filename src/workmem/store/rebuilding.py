@@ -147,6 +147,8 @@ class Rebuilding:
         self._breaker.leave_alone()
         if self._reader is not None:
             self._reader.let_go()
+        if isinstance(tier, AttachedTier):
+            tier.turn_deaf()
         with state.outbox:
             self.is_away = True
             state.reads_ssd = state.wants_writes = False

@@ -132,15 +132,13 @@ class TierSuite(ABC):
 
         def work(bench: Bench, seed: int) -> None:
             chain = self.chain(seed=seed)
-            rooms = [bench.room(seed)]
-            page = page_of(chain, 0, rooms[0])
+            room, into = bench.room(seed), bench.room(6 + seed)
+            page = page_of(chain, 0, room)
             for _ in range(20):
                 put = outcomes_of(1, lambda done: bench.tier.put([page], done))
-                into = memoryview(bytearray(len(rooms[0])))
-                get = outcomes_of(
-                    1, lambda done, at=into: bench.tier.get([PageIn(page.about.name, at)], done)
-                )
-                if put + get != [Outcome.DONE] * 2 or into != rooms[0]:
+                into[:] = bytes(len(into))
+                get = outcomes_of(1, lambda done: bench.tier.get([PageIn(page.about.name, into)], done))
+                if put + get != [Outcome.DONE] * 2 or into != room:
                     problems.append(f"thread {seed}: {put} {get}")
                 outcomes_of(1, lambda done: bench.tier.drop([page.about.name], done))
 

@@ -27,6 +27,7 @@ from workmem.store.tiers.contract import (
     Outcome,
     PageName,
     PageOut,
+    SharedTier,
     Tier,
 )
 from workmem.store.tiers.journal_records import DeleteEntry
@@ -66,6 +67,8 @@ class AttachedTier:
         self.index.segments[_PLACE] = self.place
         self.roots: dict[int, bytes] = {}
         """Of every namespace that has had a page here, by its number: strikes know it by that."""
+        self._listening = threading.Lock()
+        self._is_deaf = False
 
     @property
     def batch_bytes(self) -> int:
@@ -75,6 +78,7 @@ class AttachedTier:
     def restore(self) -> None:
         """Take over what it holds from before, at a start."""
         self._adopt_all({}, lambda: True)
+        self._listen()
 
     def adopt(
         self, before: AttachedTier | None, owed: Owed, purged: set[bytes], may_go_on: Callable[[], bool]
@@ -106,10 +110,31 @@ class AttachedTier:
         is_done = self._adopt_all(names, may_go_on)
         if is_done:
             self._strike()
+            self._listen()
         return is_done
+
+    def turn_deaf(self) -> None:
+        """Take in nothing more that other stores put. On return none is being taken in."""
+        self._is_deaf = True
+        with self._listening:
+            pass
+
+    def _listen(self) -> None:
+        if isinstance(self.tier, SharedTier):
+            self.tier.watch(self._seen)
+
+    def _seen(self, pages: Sequence[HeldPage]) -> None:
+        """Others put these: hits from now on, believed when they come."""
+        with self._listening:
+            self._take_in(pages, {}, lambda: not self._is_deaf)
 
     def _adopt_all(self, but: Container[PageName], may_go_on: Callable[[], bool]) -> bool:
         held, self._held = self._held, []
+        return self._take_in(held, but, may_go_on)
+
+    def _take_in(
+        self, held: Sequence[HeldPage], but: Container[PageName], may_go_on: Callable[[], bool]
+    ) -> bool:
         known: dict[bytes, Space] = {}
         for at in range(0, len(held), _ADOPT_STEP):
             if not may_go_on():
@@ -175,6 +200,7 @@ class AttachedTier:
 
     def close(self) -> bool:
         """Let go of the tier. False where it may still touch the arena."""
+        self.turn_deaf()
         ended = self.tier.close(CLOSE_S)
         if not ended:
             log.warning("the tier below dram did not end in %g s; the arena's memory is kept", CLOSE_S)

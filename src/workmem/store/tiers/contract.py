@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -129,6 +129,19 @@ class Tier(Protocol):
 
     def close(self, timeout_s: float) -> bool:
         """End what is under way and let go of the arena. False where memory may still be read or written. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class SharedTier(Tier, Protocol):
+    """A tier that other stores put pages into as well: it tells of them, so that they are hits here."""
+
+    def watch(self, seen: Callable[[Sequence[HeldPage]], None]) -> None:
+        """Call `seen`, from any thread, with pages that others put: a parent before its children where both are known.
+
+        Called once, after `open`. What is told is a hint, believed as little as what `open` returned: a page is checked when it comes.
+        None is told after `close`.
+        """
         ...
 
 

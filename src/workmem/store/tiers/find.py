@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import cast
 
 from workmem.core.errors import ConfigError
 from workmem.store.tiers.contract import ENTRY_POINTS, Options, Tier, TierFactory
 
 BUILT_IN = "ssd"
+_OURS = (EntryPoint("mooncake", "workmem.store.tiers.mooncake.tier:mooncake_tier", ENTRY_POINTS),)
+"""Come with us and need more than we do: loaded when they are asked for."""
 
 
 def find_tier(name: str, options: Options) -> Tier:
     """The installed tier `name`, not yet open. Raises ConfigError where there is none, or it does not load."""
-    found = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    found = {point.name: point for point in (*_OURS, *entry_points(group=ENTRY_POINTS))}
     if name not in found:
         known = ", ".join(sorted({BUILT_IN, *found}))
         raise ConfigError(

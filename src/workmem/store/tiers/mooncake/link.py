@@ -1,0 +1,242 @@
+"""The one place that talks to Mooncake: a client of a pool, and its answers told apart."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+
+from workmem.core.errors import ConfigError
+from workmem.store.tiers.mooncake.memory import Span, joined
+from workmem.store.tiers.mooncake.objects import PoolObject
+from workmem.store.tiers.mooncake.options import MooncakeOptions, segment_bytes
+from workmem.store.tiers.mooncake.outcomes import (
+    HAS_LEASE,
+    NOT_FOUND,
+    RPC_FAILED,
+    TIMEOUT_S,
+    GetResult,
+    PutResult,
+    get_result,
+    put_result,
+)
+
+log = logging.getLogger(__name__)
+
+SCRATCH_BYTES = 16 * 2**20
+"""What the client keeps for values that are not in the arena: words of the ledger."""
+_CONNECT_S = 2.0
+_SETUP_S = 15.0
+_ENVIRONMENT = {
+    b"MC_TCP_STATUS_TIMEOUT_SEC": b"%d" % TIMEOUT_S,
+    b"MC_TCP_PROGRESS_TIMEOUT_SEC": b"%d" % TIMEOUT_S,
+    b"MC_RPC_TIMEOUT_MS": b"%d" % (1000 * TIMEOUT_S),
+    b"MC_RPC_CONNECT_TIMEOUT_MS": b"1000",
+    b"MC_LOG_LEVEL": b"ERROR",
+}
+"""Read by the engine as it starts. Whoever set them knows better."""
+_SILENT = 4
+"""Above the highest level of its log: what fails is an answer here, and told by us."""
+
+
+class MasterAwayError(OSError):
+    """Nobody answers where the master should be."""
+
+
+class Wanted(msgspec.Struct, frozen=True, eq=False):
+    """Pages of an object, by index, and where they are to go."""
+
+    inside: PoolObject
+    indices: tuple[int, ...]
+    spans: tuple[Span, ...]
+
+
+class Link:
+    """A client. Every method may be called from any thread, blocks, and lets other threads run meanwhile."""
+
+    def __init__(self, options: MooncakeOptions) -> None:
+        """Raises ConfigError where Mooncake is not installed, OSError where there is no master."""
+        self._module = _mooncake()
+        self._segment_bytes = segment_bytes(options)
+        self._client = _set_up(self._module, options)
+        self._put_config = self._module.ReplicateConfig()
+        if self._segment_bytes:
+            # Own memory takes a copy, another's a journey.
+            self._put_config.preferred_segment = self._client.get_hostname()
+        _hush(self._module)
+
+    # -- memory
+
+    def register(self, address: int, size: int) -> None:
+        """Let it read and write there. Raises OSError."""
+        code = self._client.register_buffer(address, size)
+        if code:
+            raise OSError(f"the arena of {size} bytes cannot be registered (Mooncake says {code})")
+
+    def unregister(self, address: int) -> None:
+        """It may not any more."""
+        self._client.unregister_buffer(address)
+
+    # -- pages
+
+    def put(self, objects: Sequence[PoolObject], spans: Sequence[Sequence[Span]]) -> list[PutResult]:
+        """Store objects from the arena. Those STORED are to be looked up with `where`."""
+        parts = [joined(pages) for pages in spans]
+        started = time.monotonic()
+        codes = self._client.batch_put_from_multi_buffers(
+            [found.name for found in objects],
+            [[address for address, _ in part] for part in parts],
+            [[size for _, size in part] for part in parts],
+            self._put_config,
+        )
+        seconds = time.monotonic() - started
+        return [put_result(code, seconds) for code in codes]
+
+    def where(self, objects: Sequence[PoolObject]) -> list[str | None]:
+        """Which peer has each, whole; None where it is not, or not yet, there. Raises MasterAwayError."""
+        found = self._client.batch_get_replica_desc([one.name for one in objects])
+        if objects and not found:
+            # Nothing is there, or nobody answered: this tells.
+            self.is_there([objects[0].name])
+        return [self._peer_of(found.get(one.name, ()), one.size) for one in objects]
+
+    def get_whole(self, wanted: Sequence[Wanted]) -> list[GetResult]:
+        """Bring objects of which all pages are wanted."""
+        parts = [joined(one.spans) for one in wanted]
+        started = time.monotonic()
+        codes = self._client.batch_get_into_multi_buffers(
+            [one.inside.name for one in wanted],
+            [[address for address, _ in part] for part in parts],
+            [[size for _, size in part] for part in parts],
+        )
+        seconds = time.monotonic() - started
+        return [get_result(code, one.inside.size, seconds) for code, one in zip(codes, wanted, strict=True)]
+
+    def get_some(self, wanted: Sequence[Wanted], base: int) -> list[GetResult]:
+        """Bring pages from objects; `base` is where the registered memory begins."""
+        started = time.monotonic()
+        (codes,) = self._client.get_into_ranges(
+            [base],
+            [[one.inside.name for one in wanted]],
+            [[[address - base for address, _ in one.spans] for one in wanted]],
+            [[[one.inside.offsets[index] for index in one.indices] for one in wanted]],
+            [[[size for _, size in one.spans] for one in wanted]],
+        )
+        seconds = time.monotonic() - started
+        return [_result_of_ranges(found, one, seconds) for found, one in zip(codes, wanted, strict=True)]
+
+    def remove(self, names: Sequence[str]) -> list[bool]:
+        """Have objects go, whoever reads them now. False where the master did not hear of it."""
+        codes = self._client.batch_remove(list(names), True)
+        return [code in {0, NOT_FOUND, HAS_LEASE} for code in codes]
+
+    # -- words
+
+    def is_there(self, names: Sequence[str]) -> list[bool]:
+        """Which exist. They are kept for a while by that: ask only for what is read next. Raises MasterAwayError."""
+        codes = self._client.batch_is_exist(list(names))
+        if any(code == RPC_FAILED for code in codes):
+            raise MasterAwayError("the master of the pool does not answer")
+        return [code == 1 for code in codes]
+
+    def read(self, names: Sequence[str]) -> list[bytes]:
+        """Small values; empty where there is none."""
+        return self._client.get_batch(list(names)) if names else []
+
+    def write(self, name: str, value: bytes) -> bool:
+        """Keep a small value. True also where another was there first."""
+        return self._client.put(name, value, self._put_config) == 0
+
+    def close(self) -> None:
+        """No call may be under way, and none may follow. Takes a second or two."""
+        self._client.close()
+
+    def _peer_of(self, replicas: Sequence[Any], size: int) -> str | None:
+        for replica in replicas:
+            if replica.status == self._module.ReplicaStatus.COMPLETE and replica.is_memory_replica():
+                memory = replica.get_memory_descriptor().buffer_descriptor
+                if memory.size == size:
+                    return str(memory.transport_endpoint)
+        return None
+
+
+def _result_of_ranges(codes: Sequence[int], one: Wanted, seconds: float) -> GetResult:
+    for code, (_, size) in zip(codes, one.spans, strict=True):
+        found = get_result(code, size, seconds)
+        if found is not GetResult.ARRIVED:
+            return found
+    return GetResult.ARRIVED
+
+
+def _mooncake() -> ModuleType:
+    setenv = ctypes.CDLL(None).setenv
+    for name, value in _ENVIRONMENT.items():
+        setenv(name, value, 0)
+    try:
+        return importlib.import_module("mooncake.store")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "$.store.below.tier: mooncake needs Mooncake, which is not installed: pip install 'workmem[mooncake]'"
+        ) from error
+    except ImportError as error:
+        raise ConfigError(
+            f"$.store.below.tier: Mooncake is installed and does not load ({error}). It needs libraries of the system; "
+            "on Debian and Ubuntu: apt-get install libibverbs1 librdmacm1 libnuma1 libcurl4"
+        ) from error
+
+
+def _hush(module: ModuleType) -> None:
+    """Its log goes to stderr whatever it is told, a line for every page that is not there."""
+    libraries = Path(str(module.__file__)).parent.parent.glob("mooncake_transfer_engine*.libs/libglog*")
+    for library in libraries:
+        try:
+            ctypes.c_int.in_dll(ctypes.CDLL(str(library)), "_ZN3fLI17FLAGS_minloglevelE").value = _SILENT
+        except (OSError, ValueError) as error:
+            log.debug("Mooncake's log cannot be turned down: %s", error)
+
+
+def _set_up(module: ModuleType, options: MooncakeOptions) -> Any:
+    """A client that has joined. Raises OSError."""
+    if "://" not in options.master:
+        _reach(options.master)
+    client = module.MooncakeDistributedStore()
+    codes: list[int] = []
+
+    def join() -> None:
+        codes.append(
+            client.setup(
+                options.host,
+                "P2PHANDSHAKE",
+                segment_bytes(options),
+                SCRATCH_BYTES,
+                options.protocol,
+                options.devices,
+                options.master,
+            )
+        )
+
+    # Without a master that answers it would try for minutes.
+    thread = threading.Thread(target=join, name="workmem-mooncake-setup", daemon=True)
+    thread.start()
+    thread.join(_SETUP_S)
+    if codes != [0]:
+        said = f"Mooncake says {codes[0]}" if codes else f"not within {_SETUP_S:g} s"
+        raise OSError(f"cannot join the pool of {options.master}: {said}")
+    return client
+
+
+def _reach(master: str) -> None:
+    host, _, port = master.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), _CONNECT_S).close()
+    except (OSError, ValueError) as error:
+        raise MasterAwayError(f"no master at {master} ({error}); start one with mooncake_master") from error

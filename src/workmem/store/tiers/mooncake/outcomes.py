@@ -1,0 +1,65 @@
+"""What a call to Mooncake came to, told apart as far as its return codes and the clock allow.
+
+Its 0 is not believed: a put of a key that another writer has begun and not ended returns 0 and stores nothing.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class PutResult(StrEnum):
+    """One object after a put, and after a look at where it lies."""
+
+    STORED = "stored"
+    ALREADY_THERE = "already_there"
+    """This store knew, and put nothing. What it did not know of is STORED: names say what the bytes are."""
+    IN_PROGRESS = "in_progress"
+    """Another writer has begun it and not ended, or died over it; nothing was stored."""
+    NO_ROOM = "no_room"
+    OWNER_DEAD = "owner_dead"
+    """The process that should have taken it does not answer."""
+    TIMEOUT = "timeout"
+    """As OWNER_DEAD, and it cost the whole deadline."""
+    MASTER_AWAY = "master_away"
+    BROKEN = "broken"
+    """Any other answer: a setting or a call is wrong."""
+
+
+class GetResult(StrEnum):
+    """One object after a get."""
+
+    ARRIVED = "arrived"
+    MISS = "miss"
+    LEASE_LOST = "lease_lost"
+    """Reading took longer than the master held the object; what arrived is not to be used."""
+    OWNER_DEAD = "owner_dead"
+    TIMEOUT = "timeout"
+    MASTER_AWAY = "master_away"
+    BROKEN = "broken"
+
+
+NO_ROOM, BAD_ARGUMENT, NOT_FOUND, HAS_LEASE, LEASE_LOST = -200, -600, -704, -706, -707
+TRANSFER_FAILED, RPC_FAILED = -800, -900
+TIMEOUT_S = 3.0
+"""Longest that Mooncake waits for a peer that took the connection and says nothing."""
+_LATE_S = 0.8 * TIMEOUT_S
+
+_PUTS = {0: PutResult.STORED, NO_ROOM: PutResult.NO_ROOM, RPC_FAILED: PutResult.MASTER_AWAY}
+_GETS = {NOT_FOUND: GetResult.MISS, LEASE_LOST: GetResult.LEASE_LOST, RPC_FAILED: GetResult.MASTER_AWAY}
+
+
+def put_result(code: int, seconds: float) -> PutResult:
+    """What a put returned after `seconds`. STORED is to be checked."""
+    if code == TRANSFER_FAILED:
+        return PutResult.TIMEOUT if seconds >= _LATE_S else PutResult.OWNER_DEAD
+    return _PUTS.get(code, PutResult.BROKEN)
+
+
+def get_result(code: int, wanted: int, seconds: float) -> GetResult:
+    """What a get of `wanted` bytes returned after `seconds`."""
+    if code == wanted:
+        return GetResult.ARRIVED
+    if code == TRANSFER_FAILED:
+        return GetResult.TIMEOUT if seconds >= _LATE_S else GetResult.OWNER_DEAD
+    return _GETS.get(code, GetResult.BROKEN)

@@ -1,0 +1,212 @@
+"""A tier from `open` to `close`: its client, its threads, and what it tells the others and hears of them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from workmem.store.tiers.contract import PUT_S, ArenaMemory, HeldPage, Outcome, PageName, PageOut
+from workmem.store.tiers.mooncake.answers import Answers
+from workmem.store.tiers.mooncake.closing_up import ClosingUp
+from workmem.store.tiers.mooncake.getting import Getting
+from workmem.store.tiers.mooncake.lanes import Job, Lanes
+from workmem.store.tiers.mooncake.ledger import Entry, Follower, Log, entry_of, objects_in
+from workmem.store.tiers.mooncake.link import Link, MasterAwayError
+from workmem.store.tiers.mooncake.links import borrow, give_back
+from workmem.store.tiers.mooncake.objects import PoolObject, names_of, prefix
+from workmem.store.tiers.mooncake.options import MooncakeOptions, capacity_bytes, object_bytes
+from workmem.store.tiers.mooncake.outcomes import TIMEOUT_S
+from workmem.store.tiers.mooncake.peers import Peers
+from workmem.store.tiers.mooncake.putting import Putting
+from workmem.store.tiers.mooncake.shelf import Shelf
+
+log = logging.getLogger(__name__)
+
+FULL = 0.75
+"""Share of the pool that objects may take, bytes of dropped pages in them included."""
+READERS = 4
+READERS_OF_A_PEER = 2
+QUEUE_MAX = 4096
+_PATIENCE_S = TIMEOUT_S + 1.0
+_AWAY_PAUSE_S = 2.0
+_LAST_WORD_S = 1.0
+
+
+class Session:
+    """Made by `MooncakeTier.open`. Raises OSError where there is no pool."""
+
+    def __init__(
+        self, options: MooncakeOptions, arena: ArenaMemory, shelf: Shelf, peers: Peers, counts: Counter[str]
+    ) -> None:
+        self._options = options
+        self._arena = arena
+        self._shelf = shelf
+        self._counts = counts
+        self._link = _registered(options, arena)
+        self._log = Log(self._link, options.pool)
+        self._follower = Follower(self._link, options.pool)
+        self._reads = Lanes(
+            "read", threads=READERS, lane_max=READERS_OF_A_PEER, queue_max=QUEUE_MAX, patience_s=_PATIENCE_S
+        )
+        self._writes = Lanes("write", threads=1, lane_max=1, queue_max=QUEUE_MAX, patience_s=PUT_S)
+        self._putting = Putting(self._link, arena, shelf, peers, counts, options.pool, object_bytes(options))
+        self._closing_up = ClosingUp(
+            self._link,
+            shelf,
+            options.pool,
+            object_bytes(options),
+            int(capacity_bytes(options) * FULL),
+        )
+        self.getting = Getting(self._link, arena, shelf, peers, counts, self._reads)
+        self._ending = threading.Event()
+        self._listener: threading.Thread | None = None
+        self._is_away = False
+        self._has_said_farewell = False
+
+    # -- pages
+
+    def put(self, pages: Sequence[PageOut], answers: Answers) -> None:
+        """See `Tier.put`."""
+        need = sum(page.about.length for page in pages)
+
+        def run() -> None:
+            self._closing_up.run(need, lambda kept, gone: self._tell(entry_of(kept, gone)))
+            self._putting.put(pages, answers, self._tell_kept)
+
+        self._write(run, answers)
+
+    def drop(self, names: Sequence[PageName], answers: Answers) -> None:
+        """See `Tier.drop`."""
+        self._write(lambda: self._drop(names, answers), answers)
+
+    def _write(self, run: Callable[[], None], answers: Answers) -> None:
+        def guarded() -> None:
+            try:
+                run()
+            except MasterAwayError as error:
+                log.warning("%s", error)
+            answers.rest(Outcome.FAILED)
+
+        self._writes.submit(Job("write", guarded, lambda: answers.rest(Outcome.FAILED)))
+
+    def _tell_kept(self, kept: Sequence[PoolObject]) -> None:
+        for found in kept:
+            self._shelf.add(found)
+        self._tell(entry_of(kept))
+
+    def _drop(self, names: Sequence[PageName], answers: Answers) -> None:
+        """An object goes with the last of its pages. Raises MasterAwayError."""
+        emptied = self._shelf.emptied_by(names)
+        if not emptied:
+            # Whether anybody would hear of it has to be known all the same.
+            self._link.is_there([f"{prefix(self._options.pool)}nothing"])
+        removed = self._link.remove([one.name for one in emptied]) if emptied else []
+        stays = {
+            name
+            for one, is_gone in zip(emptied, removed, strict=True)
+            for name in (() if is_gone else names_of(one))
+        }
+        off = self._shelf.take_off(name for name in names if name not in stays)
+        if off:
+            self._tell(entry_of(gone=off))
+        for index, name in enumerate(names):
+            answers(index, Outcome.FAILED if name in stays else Outcome.DONE)
+
+    def _tell(self, entry: Entry) -> None:
+        """What cannot be told costs others hits, and the page is kept all the same."""
+        try:
+            self._log.tell(entry)
+        except MasterAwayError as error:
+            log.warning("other stores hear later of pages that were put: %s", error)
+
+    # -- the others
+
+    def catch_up(self) -> list[HeldPage]:
+        """All that is in the pool, as far as logs tell. Raises MasterAwayError."""
+        return self._look()
+
+    def listen(self, seen: Callable[[Sequence[HeldPage]], None]) -> None:
+        """Look for more from now on."""
+
+        def main() -> None:
+            pause = self._options.poll_s
+            while not self._ending.wait(pause):
+                try:
+                    pages = self._look()
+                except MasterAwayError:
+                    self._is_away, pause = True, _AWAY_PAUSE_S
+                    continue
+                self._is_away, pause = False, self._options.poll_s
+                if pages:
+                    seen(pages)
+
+        self._listener = threading.Thread(target=main, name="workmem-mooncake-listen", daemon=True)
+        self._listener.start()
+
+    def _look(self) -> list[HeldPage]:
+        """Pages that are new, a parent before its children."""
+        pages: list[HeldPage] = []
+        for entry in self._follower.look(but=self._log.mine):
+            try:
+                found = objects_in(entry)
+            except (IndexError, ValueError):
+                self._follower.unreadable += 1
+                continue
+            # In this order: what was moved is told as gone from there, and kept here.
+            for name, root, keys in entry.gone:
+                self._shelf.forget(name, [PageName(root, key) for key in keys])
+            for one in found:
+                pages += self._shelf.add(one)
+        self._counts["heard_pages"] += len(pages)
+        places = self._shelf.find([page.name for page in pages])
+        there = [page for page, place in zip(pages, places, strict=True) if place is not None]
+        return sorted(there, key=lambda page: page.depth)
+
+    # -- the end
+
+    def close(self, timeout_s: float) -> bool:
+        """See `Tier.close`."""
+        until = time.monotonic() + timeout_s
+        self._ending.set()
+        self._say_farewell(min(_LAST_WORD_S, timeout_s))
+        listener = self._listener
+        if listener is not None and listener is not threading.current_thread():
+            listener.join(max(0.0, until - time.monotonic()))
+            if listener.is_alive():
+                return False
+        for lanes in (self._reads, self._writes):
+            if not lanes.close(max(0.0, until - time.monotonic())):
+                return False
+        self._closing_up.close()
+        self._link.unregister(self._arena.address)
+        give_back(self._options)
+        return True
+
+    def _say_farewell(self, timeout_s: float) -> None:
+        if self._has_said_farewell or self._is_away:
+            return
+        self._has_said_farewell = True
+        said = threading.Event()
+
+        def run() -> None:
+            try:
+                self._log.close()
+            except MasterAwayError as error:
+                log.debug("others do not hear that this store has closed: %s", error)
+            said.set()
+
+        self._writes.submit(Job("write", run, said.set))
+        said.wait(timeout_s)
+
+
+def _registered(options: MooncakeOptions, arena: ArenaMemory) -> Link:
+    link = borrow(options)
+    try:
+        link.register(arena.address, arena.size_bytes)
+    except BaseException:
+        give_back(options)
+        raise
+    return link

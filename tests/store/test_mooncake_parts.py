@@ -1,0 +1,336 @@
+"""The parts of the remote tier that need no Mooncake: options, names, groups, answers, lanes, and the ledger."""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import threading
+import time
+
+import pytest
+
+from workmem.core.errors import ConfigError
+from workmem.core.layout import Namespace
+from workmem.store.tiers.contract import ArenaMemory, HeldPage, Outcome, PageName
+from workmem.store.tiers.mooncake import link
+from workmem.store.tiers.mooncake.answers import Answers
+from workmem.store.tiers.mooncake.lanes import Job, Lanes
+from workmem.store.tiers.mooncake.ledger import (
+    SEATS,
+    Entry,
+    Follower,
+    Log,
+    entry_name,
+    entry_of,
+    objects_in,
+    seat_name,
+)
+from workmem.store.tiers.mooncake.memory import joined, span_of
+from workmem.store.tiers.mooncake.objects import PoolObject, group, object_name
+from workmem.store.tiers.mooncake.options import parse_options
+from workmem.store.tiers.mooncake.outcomes import GetResult, PutResult, get_result, put_result
+from workmem.store.tiers.mooncake.peers import Peers
+from workmem.store.tiers.mooncake.shelf import Shelf
+from workmem.store.tiers.mooncake.tier import mooncake_tier
+from workmem.testing.pages import Chain, namespace
+from workmem.testing.waiting import wait_until
+
+
+def held(chain: Chain, indices, length: int = 8192, header_sum: int = 7) -> list[HeldPage]:
+    return [
+        HeldPage(
+            PageName(chain.root, bytes(chain.keys[index])),
+            chain.space,
+            bytes(chain.block(index).parent),
+            index,
+            length,
+            header_sum + index,
+        )
+        for index in indices
+    ]
+
+
+# Options, and what is not there
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "master"),
+        ({"master": "a:1"}, "capacity: is 0"),
+        ({"master": "a:1", "capacity": "1GiB", "colour": 1}, "colour"),
+        ({"master": "a:1", "capacity": "much"}, r"capacity: 'much'"),
+        ({"master": "a:1", "capacity": "1GiB", "pool": "a/b"}, "pool"),
+        ({"master": "a:1", "capacity": "1GiB", "object_bytes": "1GiB"}, "object_bytes"),
+    ],
+)
+def test_options_that_cannot_be_name_the_setting(options, said):
+    with pytest.raises(ConfigError, match=rf"\$\.store\.below\.options.*{said}"):
+        parse_options(options)
+
+
+def test_where_nobody_answers_dram_serves_alone():
+    with pytest.raises(OSError, match=r"no master at 127\.0\.0\.1:9"):
+        link._reach("127.0.0.1:9")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ModuleNotFoundError("mooncake"), r"pip install 'workmem\[mooncake\]'"),
+        (ImportError("libibverbs.so.1: cannot open"), "libibverbs1 librdmacm1 libnuma1"),
+    ],
+)
+def test_what_is_not_installed_is_said(monkeypatch, error, said):
+    def refuse(name):
+        raise error
+
+    monkeypatch.setattr(link.importlib, "import_module", refuse)
+    with pytest.raises(ConfigError, match=said):
+        mooncake_tier({"master": "127.0.0.1:9", "capacity": "1MiB"}).open(ArenaMemory(0, 0))
+
+
+# Memory
+
+
+def test_only_plain_bytes_of_the_arena_are_handed_over():
+    memory = bytearray(8192)
+    arena = ArenaMemory(ctypes.addressof(ctypes.c_char.from_buffer(memory)), 4096)
+    view = memoryview(memory)
+    assert span_of(view[:64].toreadonly(), arena) == (arena.address, 64)
+    assert span_of(view[4032:4096], arena) == (arena.address + 4032, 64)
+    for other in (view[4033:4097], memoryview(bytearray(64))):
+        with pytest.raises(ValueError, match="does not lie in the arena"):
+            span_of(other, arena)
+    with pytest.raises(ValueError, match="items of 4 bytes"):
+        span_of(memoryview(array.array("f", [1.0] * 4)), arena)
+    with pytest.raises(ValueError, match="items of 1 bytes"):
+        span_of(view[:64:2], arena)
+
+
+def test_neighbours_travel_as_one():
+    assert joined([(0, 4), (4, 4), (12, 4), (16, 2)]) == [(0, 8), (12, 6)]
+
+
+# Objects
+
+
+def test_runs_of_a_chain_are_one_object_up_to_a_size():
+    chain, other = Chain(namespace(), 8), Chain(namespace(), 3, seed=1)
+    pages = [*held(chain, [0, 1, 2, 3, 4, 6]), *held(other, [0, 1, 2])]
+    assert group(pages, 3 * 8192) == [[0, 1, 2], [3, 4], [5], [6, 7, 8]]
+    assert group(pages[:2], 4096) == [[0], [1]]
+    assert group([], 4096) == []
+
+
+def test_a_name_says_tenant_model_and_bytes():
+    space = namespace()
+    names = {
+        object_name(pool, held(Chain(one, 2), range(count), header_sum=header_sum))
+        for pool in ("a", "b")
+        for one in (space, Namespace(model_fingerprint="model", layout=space.layout, tenant_salt="t"))
+        for count in (1, 2)
+        for header_sum in (7, 8)
+    }
+    assert len(names) == 16
+    assert all(name.startswith(("workmem/1/a/page/", "workmem/1/b/page/")) for name in names)
+
+
+def test_an_object_goes_with_the_last_of_its_pages():
+    chain, shelf = Chain(namespace(), 4), Shelf()
+    pages = held(chain, range(4))
+    names = [page.name for page in pages]
+    first = PoolObject("first", tuple(pages[:3]))
+    assert shelf.add(first) == pages[:3]
+    assert shelf.add(PoolObject("second", tuple(pages[2:]))) == pages[3:]
+    assert (len(shelf), shelf.used_bytes) == (4, 4 * 8192)
+    assert shelf.emptied_by(names[:2]) == []
+    assert shelf.emptied_by(names[:3]) == [first]
+    assert [place.page for place in shelf.take_off([names[0], names[0]])] == pages[:1]
+    assert shelf.emptied_by(names[1:3]) == [first]
+    shelf.forget("second", names)
+    assert [place is not None for place in shelf.find(names)] == [False, True, True, False]
+    assert shelf.used_bytes == 2 * 8192
+
+
+# Outcomes
+
+
+def test_codes_are_told_apart_with_the_clock():
+    assert put_result(0, 0.1) is PutResult.STORED
+    assert put_result(-200, 0.1) is PutResult.NO_ROOM
+    assert put_result(-800, 0.1) is PutResult.OWNER_DEAD
+    assert put_result(-800, 3.0) is PutResult.TIMEOUT
+    assert put_result(-900, 0.1) is PutResult.MASTER_AWAY
+    assert put_result(-600, 0.1) is PutResult.BROKEN
+    assert get_result(4096, 4096, 0.1) is GetResult.ARRIVED
+    assert get_result(4095, 4096, 0.1) is GetResult.BROKEN
+    assert get_result(-704, 4096, 0.1) is GetResult.MISS
+    assert get_result(-707, 4096, 0.1) is GetResult.LEASE_LOST
+    assert get_result(-800, 4096, 3.0) is GetResult.TIMEOUT
+
+
+def test_a_peer_that_fell_silent_is_left_alone_for_a_while():
+    peers = Peers(pause_s=0.05)
+    assert peers.may_ask("a")
+    assert peers.failed("a")
+    assert not peers.failed("a")
+    assert not peers.may_ask("a")
+    assert peers.may_ask("b")
+    peers.failed("b")
+    peers.worked("b")
+    assert peers.may_ask("b")
+    assert peers.is_fresh("b")
+    wait_until(lambda: peers.may_ask("a"), 5)
+
+
+def test_each_page_is_answered_for_once():
+    found: list[tuple[int, Outcome]] = []
+    answers = Answers(3, lambda index, outcome: found.append((index, outcome)))
+    answers(1, Outcome.DONE)
+    answers(1, Outcome.FAILED)
+    answers.rest(Outcome.ABSENT)
+    answers.rest(Outcome.FAILED)
+    assert found == [(1, Outcome.DONE), (0, Outcome.ABSENT), (2, Outcome.ABSENT)]
+
+
+# Lanes
+
+
+def test_a_peer_that_does_not_answer_holds_its_lane_only():
+    gate, ran = threading.Event(), []
+    lanes = Lanes("test", threads=3, lane_max=2, queue_max=10, patience_s=20)
+    for number in range(4):
+        lanes.submit(Job("silent", lambda: gate.wait(20) and ran.append("silent"), lambda: None))
+        lanes.submit(Job(f"well{number}", lambda: ran.append("well"), lambda: None))
+    wait_until(lambda: ran == ["well"] * 4, 5)
+    gate.set()
+    wait_until(lambda: len(ran) == 8, 5)
+    assert lanes.close(5)
+
+
+def test_what_waits_behind_calls_that_never_end_is_given_up_and_what_is_under_way_is_not():
+    gate, told = threading.Event(), []
+    lanes = Lanes("test", threads=1, lane_max=1, queue_max=2, patience_s=0.1)
+    lanes.submit(Job("a", lambda: gate.wait(20) and told.append("ran"), lambda: told.append("never")))
+    wait_until(lambda: not lanes._waiting, 5)
+    for name in ("b", "c", "d"):
+        lanes.submit(Job(name, lambda: told.append("never"), lambda n=name: told.append(n)))
+    wait_until(lambda: len(told) == 3, 5)
+    assert told == ["d", "b", "c"]  # For d there was no room.
+    assert not lanes.close(0.05)
+    gate.set()
+    assert lanes.close(5)
+    assert told[3:] == ["ran"]
+    lanes.submit(Job("e", lambda: told.append("never"), lambda: told.append("closed")))
+    assert told[-1] == "closed"
+
+
+# The ledger
+
+
+class Words:
+    """A link with small values only."""
+
+    def __init__(self):
+        self.values: dict[str, bytes] = {}
+        self.fails = 0
+
+    def is_there(self, names):
+        return [name in self.values for name in names]
+
+    def read(self, names):
+        return [self.values.get(name, b"") for name in names]
+
+    def write(self, name, value):
+        if self.fails:
+            self.fails -= 1
+            return False
+        self.values.setdefault(name, value)
+        return True
+
+
+def told(chain: Chain, indices) -> Entry:
+    return entry_of([PoolObject(f"o{indices}", tuple(held(chain, indices)), "peer")])
+
+
+def test_what_one_tells_others_hear_once_and_in_order():
+    words, chain = Words(), Chain(namespace(), 6)
+    log, follower = Log(words, "p"), Follower(words, "p")
+    assert follower.look(()) == []
+    for first in (0, 2, 4):
+        log.tell(told(chain, range(first, first + 2)))
+    heard = follower.look(())
+    assert [page for entry in heard for one in objects_in(entry) for page in one.pages] == held(
+        chain, range(6)
+    )
+    assert follower.look(()) == []
+    assert Follower(words, "p").look(log.mine) == []
+    log.close()
+    assert [entry.is_last for entry in follower.look(())] == [True]
+
+
+def test_what_could_not_be_told_is_told_with_the_next():
+    words, chain = Words(), Chain(namespace(), 3)
+    log, follower = Log(words, "p"), Follower(words, "p")
+    log.tell(told(chain, [0]))
+    words.fails = 1
+    log.tell(told(chain, [1]))
+    log.tell(told(chain, [2]))
+    assert follower.look(()) == [told(chain, [index]) for index in range(3)]
+
+
+@pytest.mark.parametrize("lost", [range(10), range(5, 30), [0, 1, 2, 39]])
+def test_a_log_that_lost_entries_is_read_on(lost):
+    words, chain = Words(), Chain(namespace(), 40)
+    log = Log(words, "p")
+    for index in range(40):
+        log.tell(told(chain, [index]))
+    (writer,) = log.mine
+    for number in lost:
+        del words.values[entry_name("p", writer, number)]
+    heard = Follower(words, "p").look(())
+    assert heard
+    assert all(entry in [told(chain, [index]) for index in range(40) if index not in lost] for entry in heard)
+    assert len(heard) >= 40 - 2 * len(lost)
+
+
+def test_entries_that_are_not_what_was_written_are_left_out():
+    words, chain = Words(), Chain(namespace(), 3)
+    log, follower = Log(words, "p"), Follower(words, "p")
+    for index in range(3):
+        log.tell(told(chain, [index]))
+    (writer,) = log.mine
+    name = entry_name("p", writer, 1)
+    words.values[name] = words.values[name][:-1] + b"x"
+    assert follower.look(()) == [told(chain, [0]), told(chain, [2])]
+    assert follower.unreadable == 1
+
+
+def test_a_store_whose_seat_is_gone_takes_another_and_is_heard_again():
+    words, chain = Words(), Chain(namespace(), 3)
+    log, follower = Log(words, "p"), Follower(words, "p")
+    log.tell(told(chain, [0]))
+    follower.look(())
+    words.values.clear()  # The master was started anew.
+    log._look_again_at = 0.0
+    log.tell(told(chain, [1]))
+    # It may have the seat that it had before, under another name.
+    assert [entry for _ in range(8) for entry in follower.look(())] == [told(chain, [1])]
+
+
+def test_where_all_seats_are_taken_nobody_is_told():
+    words = Words()
+    words.values = {seat_name("p", seat): b"other" for seat in range(SEATS)}
+    Log(words, "p").tell(told(Chain(namespace(), 1), [0]))
+    assert len(words.values) == SEATS
+
+
+def test_an_entry_that_contradicts_itself_is_refused():
+    chain = Chain(namespace(), 2)
+    entry = told(chain, range(2))
+    with pytest.raises(IndexError):
+        objects_in(Entry((), entry.kept))
+    started = time.monotonic()
+    assert objects_in(entry)[0].pages == tuple(held(chain, range(2)))
+    assert time.monotonic() - started < 5

@@ -170,3 +170,13 @@ def test_warming_leaves_bytes_alone():
         arena.warm(8 * 2**20, 2**20)
     assert bytes(arena.readable(5 * 2**20, 3)) == b"abc"
     arena.close()
+
+
+@pytest.mark.parametrize("size", [0, 4096, 1 << 20])
+def test_nobody_changes_the_size_of_an_arena(size):
+    """Whoever has its descriptor could, by mistake, and every process with a mapping would end at its next read."""
+    arena = Arena(64 * 1024)
+    with pytest.raises(PermissionError):
+        os.ftruncate(arena.fd, size)
+    arena.warm(64 * 1024, 64 * 1024)
+    arena.close()

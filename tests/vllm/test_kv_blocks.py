@@ -45,3 +45,22 @@ def test_a_block_becomes_a_page_and_a_page_a_block(blocks: KVBlocks):
         assert np.array_equal(rows[1], old[3])
         for other in (0, 2, 3, 4):
             assert np.array_equal(rows[other], old[other]), "only one block is written to"
+
+
+def test_the_checksum_is_of_what_is_in_the_block_and_not_of_what_was_to_be(monkeypatch: pytest.MonkeyPatch):
+    """The page may become another one while it is copied."""
+    layers = [np.zeros((COUNT, BYTES), dtype=np.uint8) for _ in range(LAYERS)]
+    monkeypatch.setattr(copying._Process, "copy", None)
+    blocks = KVBlocks(LAYOUT, [[rows] for rows in layers])
+    page = bytearray(LAYOUT.page_bytes)
+    sums = blocks.copy_out(1, memoryview(page))
+    copy = np.copyto
+
+    def torn(into: np.ndarray, source: np.ndarray) -> None:
+        copy(into, source)
+        into[7] ^= 1
+
+    monkeypatch.setattr(np, "copyto", torn)
+    found = blocks.copy_in(2, memoryview(bytes(page)))
+    assert found != sums
+    assert found == tuple(xxhash.xxh3_64_intdigest(rows[2].data) for rows in layers)

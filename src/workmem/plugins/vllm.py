@@ -8,6 +8,7 @@ Only translates: `workmem.engines.vllm` decides and moves. No exception leaves a
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import time
 from collections import Counter
@@ -90,7 +91,9 @@ class WorkmemConnector(KVConnectorBase_V1, SupportsHMA):
         # What is off has still to be told.
         self._telling = Guard("metrics")
         # A cache's failure is a miss, never the request's: vLLM reads this after it has made the connector.
-        self._kv_transfer_config.kv_load_failure_policy = "recompute"
+        for config in (self._kv_transfer_config, _transfer_config_above()):
+            if config is not None:
+                config.kv_load_failure_policy = "recompute"
         if is_scheduler:
             self._guard.call(self._open_scheduler, None)
 
@@ -388,6 +391,17 @@ class WorkmemConnector(KVConnectorBase_V1, SupportsHMA):
         self._store = open_store(settings, said, starts=False)
         blocks = blocks_of(kv_caches, facts.layout(rank), self._kv_cache_config.num_blocks)
         self._worker = WorkerSide(self._store, blocks, self._outcomes, rank=rank, load_s=settings.vllm.load_s)
+
+
+def _transfer_config_above() -> Any:
+    """That of the `MultiConnector` which makes this connector: its children have copies, and vLLM reads its own."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        config = getattr(frame.f_locals.get("vllm_config"), "kv_transfer_config", None)
+        if getattr(config, "kv_connector", "") == "MultiConnector":
+            return config
+        frame = frame.f_back
+    return None
 
 
 def _plan(side: SchedulerSide, output: Any) -> StepPlan:

@@ -41,6 +41,9 @@ class Arena:
         self._fd = _open_backing(path)
         try:
             os.ftruncate(self._fd, self.capacity_bytes)
+            if not path:
+                # Every client has it: cut short by one of them, all would end with SIGBUS at their next read.
+                fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             self._map = mmap.mmap(self._fd, self.capacity_bytes)
         except (OSError, ValueError) as error:
             os.close(self._fd)
@@ -126,7 +129,7 @@ def _is_locked(fd: int) -> bool:
 
 def _open_backing(path: str) -> int:
     if not path:
-        return os.memfd_create("workmem-arena", os.MFD_CLOEXEC)
+        return os.memfd_create("workmem-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     target = Path(path).expanduser()
     try:
         fd = os.open(target, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

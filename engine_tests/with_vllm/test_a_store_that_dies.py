@@ -235,30 +235,32 @@ def test_an_abort_while_its_blocks_are_being_saved(engine: Both, monkeypatch):
     """Others get its blocks: what is saved under its name must be its own all the same."""
     from vllm import SamplingParams
 
-    ids, gate = prompt(LENGTH, 40), threading.Event()
+    ids, pending = prompt(LENGTH, 40), engine.side._pending
     wanted = engine.tokens(ids)
     engine.forget()
     engine.ours._scheduler.start_epoch(1, is_empty=True)
-    copy = engine.side._blocks.copy_out
+    copy, waits = engine.side._blocks.copy_out, pending.waits
 
     def held(block: int, into: memoryview) -> tuple[int, ...]:
-        gate.wait(5)
+        until = time.monotonic() + WAIT_S
+        # Until the engine wants a block of it back.
+        while pending.waits == waits and time.monotonic() < until:
+            time.sleep(0.01)
         return copy(block, into)
 
     llm = engine.llm.llm_engine
     with monkeypatch.context() as patch:
         patch.setattr(engine.side._blocks, "copy_out", held)
         llm.add_request("x", {"prompt_token_ids": ids}, SamplingParams(temperature=0, max_tokens=20))
-        while not len(engine.side._pending):
+        while not len(pending):
             llm.step()
         llm.abort_request(["x"])
-        opener = threading.Timer(0.5, gate.set)
-        opener.start()
-        # 64 blocks of the pool: these want the ones that are being read.
-        for seed in range(50, 58):
-            engine.ask(prompt(500, seed), n=1)
-        opener.join()
-    assert engine.side._pending.waits > 0
+        # All but those that it had are in use: who comes next gets them.
+        pool = engine.core.scheduler.kv_cache_manager.block_pool
+        taken = pool.get_new_blocks(pool.get_num_free_blocks() - 8)
+        engine.ask(prompt(200, 50), n=1)
+        pool.free_blocks(taken)
+    assert pending.waits > waits
     engine.forget()
     (again,) = engine.ask(ids)
     assert list(again.outputs[0].token_ids) == wanted
@@ -274,7 +276,7 @@ def test_pins_hold_and_give_way_beside_another_connector(engine: Both):
     assert first.kv_transfer_params["workmem"]["hints"] == [{"id": "a", "outcome": "accepted"}]
     pins = engine.ours._scheduler.levers.pins
     assert pins.held == 6
-    for seed in range(61, 66):
+    for seed in range(61, 64):
         engine.ask(prompt(980, seed), n=1)
     (again,) = engine.ask(ids, n=2)
     assert sources(again)["vram"] == 192

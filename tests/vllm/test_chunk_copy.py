@@ -53,3 +53,14 @@ def test_groups_take_their_own_tensors_and_only_what_is_in_use():
     assert not row[:PAGE].any()
     assert not row[PAGE + 10 :].any()
     assert copy.store([1], [0, 1], [0, 0], [0]) == 10
+
+
+def test_the_chunks_of_a_group_come_behind_those_that_the_one_before_takes_in_part():
+    copy = made(per_chunk=2, groups=[[(0, PAGE)], [(1, PAGE)]])
+    # Two blocks from the second place of a chunk on are in two chunks; the other group's is the third.
+    assert copy.store([3, 4, 6], [2, 1], [1, 0], [5, 1, 2]) == 3 * PAGE
+    first, second = copy.blocks
+    assert copy.host[5, PAGE : 2 * PAGE].tobytes() == first[3].tobytes()
+    assert copy.host[1, :PAGE].tobytes() == first[4].tobytes()
+    assert copy.host[2, 2 * PAGE : 3 * PAGE].tobytes() == second[6].tobytes()
+    assert not copy.host[1, 2 * PAGE :].any()

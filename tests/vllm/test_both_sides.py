@@ -188,6 +188,23 @@ def test_blocks_of_before_are_not_saved_in_a_new_epoch(store: Store):
     made.close()
 
 
+def test_what_the_store_has_of_an_epoch_before_is_saved_anew(store: Store):
+    """A request that waits through a reset was told that its blocks are there."""
+    made = engine(store)
+    serve(made, Request("a", PROMPT))
+    assert store.flush(5)
+    made.reset()
+    made.add(Request("b", PROMPT))
+    made.side.start_epoch(1, is_empty=True)
+    made.run()
+    assert store.flush(5)
+    made.reset()
+    last = Request("c", PROMPT)
+    serve(made, last)
+    assert tokens_of(last)["computed"] == 1
+    made.close()
+
+
 def promised(store: Store) -> tuple[FakeVllm, Request]:
     """A request that was promised pages and given blocks for them."""
     made = engine(store)

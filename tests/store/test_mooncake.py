@@ -222,10 +222,9 @@ def test_an_owner_that_dies_or_freezes_costs_its_pages_and_one_deadline(how):
             assert first[1] < 3 + 2
             assert again[1] < 2
             assert not store.gauges()["store_below_error"]
-            for seed in range(16, 18):
-                chain = Chain(namespace(layout=SLICED), 8, seed=seed)
-                chain.save(store)
-                assert read_all(store, chain.root, chain.keys) == 8
+            chain = Chain(namespace(layout=SLICED), 8, seed=16)
+            chain.save(store)
+            assert read_all(store, chain.root, chain.keys) == 8
         finally:
             other.send(signal.SIGCONT)
             other.kill()

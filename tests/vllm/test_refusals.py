@@ -68,9 +68,7 @@ def test_others_are_refused_in_words(made, cache, words):
     assert all(word in said for word in words), said
 
 
-def weights(
-    load_format: str = "auto", drafter: str | None = None, *, has_kv: bool = True, seed: int = 0
-) -> str:
+def weights(load_format: str = "auto", drafter: str | None = None, *, has_kv: bool = True) -> str:
     drafting = SimpleNamespace(
         method="eagle",
         uses_draft_kv_cache=lambda: has_kv,
@@ -79,7 +77,6 @@ def weights(
     return weights_beside(
         SimpleNamespace(
             load_config=SimpleNamespace(load_format=load_format),
-            model_config=SimpleNamespace(seed=seed),
             speculative_config=drafting if drafter else None,
         )
     )
@@ -89,7 +86,7 @@ def test_made_up_weights_and_drafters_are_told_apart_from_the_folders_own():
     assert weights() == weights("safetensors") == weights(drafter="a", has_kv=False) == ""
     found = [
         weights("dummy"),
-        weights("dummy", seed=1),
+        weights("sharded_state"),
         weights("pt"),
         weights(drafter="a"),
         weights(drafter="b"),

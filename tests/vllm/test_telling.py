@@ -93,12 +93,13 @@ def test_a_load_that_fell_short_is_counted_by_why(store: Store):
     from workmem.engines.vllm.steps import Loaded, StepReport
 
     fake = FakeVllm(store, 32)
-    for why in ("corrupt", "late", "no room for 3 pages of 4,096 bytes", ""):
+    for why in ("corrupt", "late", "no room", "a bug", ""):
         fake.side.heard(StepReport({"gone": Loaded("gone", 0, why)}))
     found = scheduler_totals(fake.side)
     assert {count: n for count, n in found.items() if count.startswith("loads_")} == {
         "loads_corrupt": 1,
         "loads_late": 1,
+        "loads_no room": 1,
         "loads_other": 1,
         "loads_whole": 1,
     }

@@ -49,13 +49,11 @@ def refusal(config: Any, kv_cache: Any) -> str:
 def weights_beside(config: Any) -> str:
     """What of the weights the model's folder does not tell; empty where it tells all.
 
-    Weights that were made up, and the layers that a drafting model has in each block: pages with them are others.
+    Files of another form, and the layers that a drafting model has in each block: pages with them are others.
     """
     found: list[str] = []
     form = config.load_config.load_format
-    if form == "dummy":
-        found.append(f"made-up:{config.model_config.seed}")
-    elif form not in _PLAIN_FORMS:
+    if form not in _PLAIN_FORMS:
         # Of several files in the folder it may read others.
         found.append(form)
     drafting = config.speculative_config

@@ -16,11 +16,11 @@ from workmem.engines.vllm.facts import SALT_MAX, EngineFacts, Namespaces, Scope
 from workmem.engines.vllm.levers import Levers, SteeredStore
 from workmem.engines.vllm.prefetching import Prefetching
 from workmem.engines.vllm.requests import EngineRequest, Tracked
-from workmem.engines.vllm.steps import DAMAGED, LoadOp, Promise, SaveOp, StepPlan, StepReport
+from workmem.engines.vllm.steps import DAMAGED, LATE, NO_ROOM, LoadOp, Promise, SaveOp, StepPlan, StepReport
 
 ANSWER = "workmem"
 """Under this name a response's `kv_transfer_params` say where its tokens came from."""
-LOAD_OUTCOMES = ("whole", "late", "off", *(reason.value for reason in MissReason), "other")
+LOAD_OUTCOMES = ("whole", LATE, NO_ROOM, "off", *(reason.value for reason in MissReason), "other")
 """Whole, or why it fell short."""
 _PREFETCH_TTL_S = 60.0
 

@@ -38,7 +38,7 @@ METRICS: dict[str, Metric] = {
     "loads": Metric(
         "Loads from the store, by how they ended: whole, or why pages were computed instead.",
         "outcome",
-        {outcome: f"loads_{outcome}" for outcome in LOAD_OUTCOMES},
+        {outcome.replace(" ", "_"): f"loads_{outcome}" for outcome in LOAD_OUTCOMES},
     ),
     "pages_loaded": Metric("Pages from the store that are in place, of all workers together."),
     "pages_offered": Metric("Pages given to the workers to save."),

@@ -89,6 +89,12 @@ def test_more_than_a_step_can_hold_is_loaded_at_once(engine):
     assert sources(again)["dram"] == 1472
 
 
+def test_a_page_that_cannot_be_saved_holds_nobody_up(engine):
+    """Else vLLM drops what a preempted request was about to say (`Scheduler` reads it of every connector)."""
+    assert engine.connector.requires_kv_delivery is False
+    assert engine.worker.requires_kv_delivery is False
+
+
 def test_nothing_is_left_behind(engine):
     """Tracked requests, pending copies and leases end with the requests."""
     engine.saved()

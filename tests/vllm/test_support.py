@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from workmem.engines.vllm.versions import SUPPORTED, minor_of
+from workmem.engines.vllm.versions import SUPPORTED, minor_of, refusal
 from workmem.testing.signatures import MISSING, Snapshot, differences
 
 ROOT = Path(__file__).parents[2]
@@ -36,6 +36,15 @@ def test_the_versions_that_are_taken_are_the_listed_ones():
     assert {version["evidence"] for version in VERSIONS.values()} <= {"run", "signatures"}
     assert any(version["evidence"] == "run" for version in VERSIONS.values())
     assert {path["evidence"] for path in SUPPORT["path"]} <= {"run", "signatures", "untested"}
+
+
+@pytest.mark.parametrize("version", ["0.31.9", "0.34.0", "1.0.0", "0.3.2", "dev"])
+def test_any_other_version_is_refused_by_its_name_with_what_to_do(version: str):
+    said = refusal(version)
+    assert version in said
+    assert all(minor in said for minor in SUPPORTED)
+    assert "install" in said
+    assert not refusal("0.32.7+cpu")
 
 
 @pytest.mark.parametrize("minor", SUPPORTED)

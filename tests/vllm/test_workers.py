@@ -65,13 +65,15 @@ def test_each_worker_saves_and_loads_under_its_own_rank(store: Store, monkeypatc
 
     monkeypatch.setattr(store, "lease", noted)
     space = Namespace(model_fingerprint="w", layout=TWO.layout(0))
-    blocks = FakeVllm(store, 4).kv
+    engine = FakeVllm(store, 4)
+    blocks = engine.kv
     for rank in range(2):
         made = WorkerSide(store, blocks, LoadOutcomes(), rank=rank, load_s=1.0)
         key = Request("a", PROMPT).block_hashes[0]
         op = LoadOp(request="a", namespace=space, keys=(key,), blocks=(1,), is_async=False)
         made.load(StepPlan(loads=[op]))
         made.close()
+    engine.close()
     assert asked == [space.root(), space.of_rank(1).root()]
 
 

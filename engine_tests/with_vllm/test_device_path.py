@@ -75,10 +75,11 @@ def test_what_a_device_saved_the_processor_loads(engine):
     wanted = engine.tokens(ids)
     engine.reset()
     device, side._blocks = side._blocks, plain["blocks"]
+    side._loading._blocks = side._blocks
     try:
         (again,) = engine.ask(ids)
     finally:
-        side._blocks = device
+        side._blocks = side._loading._blocks = device
     assert type(plain["blocks"]).__name__ == "KVBlocks"
     assert list(again.outputs[0].token_ids) == wanted
     assert sources(again) == {"dram": 192, "computed": 8}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import select
 import signal
 import subprocess
 import sys
@@ -79,7 +80,8 @@ class Host:
 
 
 class Nursery:
-    """Processes, see nursery.py. What they report is kept by pid."""
+    """Processes, see nursery.py. A pid means the last one that had it; they are signalled by handles, which never
+    mean a stranger that got the pid of one of ours."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -89,7 +91,12 @@ class Nursery:
             text=True,
         )
         self._born: queue.Queue[int] = queue.Queue()
+        self._births = 0
+        self._birth_of: dict[int, int] = {}
+        self._handles: dict[int, int | None] = {}
+        """Of each pid; None where it had ended before it could be taken."""
         self._said: dict[int, queue.Queue[dict[str, Any]]] = {}
+        """By birth."""
         self.errors: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -97,16 +104,17 @@ class Nursery:
     def start(self, do: str, **settings: Any) -> int:
         """A process that does `do`; its pid."""
         stream = self._process.stdin
+        self._births += 1
+        said = {"do": do, "birth": self._births}
         stream.write(
-            json.dumps({"do": do} | {k: str(v) if isinstance(v, Path) else v for k, v in settings.items()})
-            + "\n"
+            json.dumps(said | {k: str(v) if isinstance(v, Path) else v for k, v in settings.items()}) + "\n"
         )
         stream.flush()
         return self._born.get(timeout=WAIT_S)
 
     def heard(self, pid: int) -> dict[str, Any]:
         """The next report of `pid`."""
-        return self._of(pid).get(timeout=WAIT_S)
+        return self._of(self._birth_of[pid]).get(timeout=WAIT_S)
 
     def serve(self, socket: Path, folder: Path, **settings: Any) -> int:
         """A server that is ready; its pid."""
@@ -119,11 +127,12 @@ class Nursery:
         self.signal(pid, how)
         self.wait_gone(pid)
 
-    @staticmethod
-    def signal(pid: int, how: signal.Signals) -> None:
+    def signal(self, pid: int, how: signal.Signals) -> None:
         """Send a signal to one of ours, which may have met its fate already."""
-        with suppress(ProcessLookupError):
-            os.kill(pid, how)
+        handle = self._handles[pid]
+        if handle is not None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(handle, how)
 
     def wait_gone(self, pid: int, timeout_s: float = WAIT_S) -> None:
         """Wait for the end of `pid`."""
@@ -133,41 +142,50 @@ class Nursery:
         """Return once one of `pids` has ended."""
         wait_until(lambda: not all(self.lives(pid) for pid in pids), 60)
 
-    @staticmethod
-    def lives(pid: int) -> bool:
+    def lives(self, pid: int) -> bool:
         """Whether `pid` has not ended with all its threads: until then its locks are held and its files open."""
-        return state(pid) != ""
+        handle = self._handles[pid]
+        if handle is None:
+            return False
+        ended = select.poll()
+        ended.register(handle, select.POLLIN)
+        return not ended.poll(0)
 
     def close(self) -> None:
         """Kill what still lives."""
-        for pid in self._said:
+        for pid in self._handles:
             self.signal(pid, signal.SIGKILL)
         self._process.stdin.close()
         self._process.wait(WAIT_S)
         self._reader.join(WAIT_S)
         self._process.stdout.close()
+        for handle in self._handles.values():
+            if handle is not None:
+                os.close(handle)
 
     def _read(self) -> None:
         for line in self._process.stdout:
             report = json.loads(line)
             if "child" in report:
-                self._of(report["child"])
+                self._adopt(report["child"], report["birth"])
                 self._born.put(report["child"])
                 continue
             if "error" in report:
                 self.errors.append(report["error"])
-            self._of(report["pid"]).put(report)
+            self._of(report["birth"]).put(report)
 
-    def _of(self, pid: int) -> queue.Queue[dict[str, Any]]:
-        return self._said.setdefault(pid, queue.Queue())
+    def _adopt(self, pid: int, birth: int) -> None:
+        before = self._handles.get(pid)
+        if before is not None:
+            os.close(before)
+        try:
+            self._handles[pid] = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._handles[pid] = None
+        self._birth_of[pid] = birth
 
-
-def state(pid: int) -> str:
-    """State letter of a process, empty when there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
+    def _of(self, birth: int) -> queue.Queue[dict[str, Any]]:
+        return self._said.setdefault(birth, queue.Queue())
 
 
 @pytest.fixture

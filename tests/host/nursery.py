@@ -1,7 +1,7 @@
 """Forks the processes of these tests, so that each starts in milliseconds and has no thread of pytest's.
 
-Reads one JSON object per line, forks a child for it, and answers `{"pid": ...}`. A child reports JSON
-lines of its own with its pid. Children: `serve` (a store and its server), `churn` (saves, leases, reads
+Reads one JSON object per line, forks a child for it, and answers `{"child": pid, "birth": number}`. A
+child reports JSON lines of its own with its number. Children: `serve` (a store and its server), `churn` (saves, leases, reads
 and releases at random, dying at a chosen point) and those named after what they do.
 """
 
@@ -31,8 +31,13 @@ CHAINS = [Chain(namespace("small"), 8, seed=seed) for seed in range(10)]
 CHAINS += [Chain(namespace("sliced", SLICED), 2, seed=seed) for seed in range(4)]
 
 
+class Self:
+    birth = 0
+    """Number of this process among all that were born: a pid comes again when 32,768 have been used."""
+
+
 def say(**fields) -> None:
-    os.write(1, (json.dumps({"pid": os.getpid()} | fields) + "\n").encode())
+    os.write(1, (json.dumps({"birth": Self.birth} | fields) + "\n").encode())
 
 
 def serve(*, socket, folder, dram="2MiB", ssd="16MiB", lease_s=30.0, reservation_s=30.0, connections=64):
@@ -243,10 +248,12 @@ def main() -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     for line in sys.stdin:
         request = json.loads(line)
+        birth = request.pop("birth")
         pid = os.fork()
         if pid:
-            say(child=pid)
+            say(child=pid, birth=birth)
             continue
+        Self.birth = birth
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         code = 0
         try:

@@ -1,0 +1,1 @@
+"""Moving bytes between processes and hosts; what is promised is in `contract`."""

@@ -1,0 +1,160 @@
+"""Between hosts: Mooncake's transfer engine. The one file that talks to it."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+
+from workmem.core.errors import ConfigError, TransferError
+from workmem.transfer.contract import Access, Described, Memory, Moved, Outcome, Part
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_S = 3.0
+"""Longest that the engine waits for a peer that took the connection and says nothing."""
+_CALL_BYTES = 16 * 2**20
+"""In one call: what a revoked window waits for."""
+_ENVIRONMENT = {
+    b"MC_TCP_STATUS_TIMEOUT_SEC": b"%d" % TIMEOUT_S,
+    b"MC_TCP_PROGRESS_TIMEOUT_SEC": b"%d" % TIMEOUT_S,
+    b"MC_HANDSHAKE_CONNECT_TIMEOUT": b"%d" % TIMEOUT_S,
+    b"MC_LOG_LEVEL": b"ERROR",
+}
+"""Read by the engine as it starts. Whoever set them knows better."""
+_SILENT = 4
+
+
+class MooncakeMover:
+    """An engine of its own. `protocol` is one that `transports.known_transports` lists as there."""
+
+    settle_s = 30.0
+    """After a failure the engine does not say what of the batch is still queued. All its own waits are shorter."""
+    drain_s = 120.0
+    """A process's last bytes are sent by its kernel after its end, for as long as that tries again."""
+
+    def __init__(self, host: str, protocol: str = "tcp", devices: str = "") -> None:
+        """`host` is this host as others reach it; `devices` are network cards, separated by commas.
+
+        Empty is all of them, chosen for each transfer by where the memory lies. Raises ConfigError where Mooncake is not installed, TransferError where it does not start.
+        """
+        self.name = f"mooncake {protocol}"
+        self._engine = load_engine().TransferEngine()
+        code = self._engine.initialize(host, "P2PHANDSHAKE", protocol, devices)
+        if code:
+            raise TransferError(
+                f"Mooncake's engine does not start at {host} by {protocol} (it says {code}); "
+                "see whether the address is this host's and which transports there are"
+            )
+        self._segment = f"{host}:{self._engine.get_rpc_port()}"
+
+    def register(self, memory: Memory) -> Described:
+        """See `Mover.register`."""
+        address, size = _address(memory), len(memory.view)
+        code = self._engine.register_memory(address, size, memory.place)
+        if code:
+            raise TransferError(
+                f"Mooncake cannot register {size} bytes (it says {code}); see `ulimit -l` with rdma"
+            )
+        return Described(self._segment, address, size)
+
+    def unregister(self, memory: Memory) -> None:
+        """See `Mover.unregister`."""
+        self._engine.unregister_memory(_address(memory))
+
+    def reach(self, region: Described, fd: int, access: Access) -> Described:
+        """See `Mover.reach`."""
+        del fd, access
+        return region
+
+    def move(
+        self,
+        access: Access,
+        target: object,
+        start: int,
+        memory: Memory,
+        parts: Sequence[Part],
+        stop: Callable[[], bool],
+    ) -> Moved:
+        """See `Mover.move`."""
+        assert isinstance(target, Described)
+        engine, base = self._engine, _address(memory)
+        call = engine.batch_transfer_sync_write if access is Access.WRITE else engine.batch_transfer_sync_read
+        for some in _calls(parts):
+            if stop():
+                return Moved(Outcome.REFUSED)
+            started = time.monotonic()
+            code = call(
+                target.segment,
+                [base + part.here for part in some],
+                [target.base + start + part.there for part in some],
+                [part.size for part in some],
+            )
+            if code:
+                late = time.monotonic() - started >= 0.8 * TIMEOUT_S
+                return Moved(Outcome.TIMED_OUT if late else Outcome.FAILED, is_clean=False)
+        return Moved(Outcome.DONE)
+
+    def close(self) -> None:
+        """See `Mover.close`."""
+        del self._engine
+
+    def topology(self) -> str:
+        """Which card the engine takes for memory of which place, as its own JSON."""
+        return str(self._engine.get_local_topology())
+
+
+def load_engine() -> ModuleType:
+    """Mooncake's engine. Raises ConfigError, saying what to install, where it is not there or does not load."""
+    setenv = ctypes.CDLL(None).setenv
+    for name, value in _ENVIRONMENT.items():
+        setenv(name, value, 0)
+    try:
+        module = importlib.import_module("mooncake.engine")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "transfers between hosts need Mooncake, which is not installed: pip install 'workmem[mooncake]'"
+        ) from error
+    except ImportError as error:
+        raise ConfigError(
+            f"Mooncake is installed and does not load ({error}). It needs libraries of the system; "
+            "on Debian and Ubuntu: apt-get install libibverbs1 librdmacm1 libnuma1 libcurl4"
+        ) from error
+    _hush(module)
+    return module
+
+
+def _hush(module: ModuleType) -> None:
+    """Its log goes to stderr whatever it is told."""
+    for library in Path(str(module.__file__)).parent.parent.glob("mooncake_transfer_engine*.libs/libglog*"):
+        try:
+            ctypes.c_int.in_dll(ctypes.CDLL(str(library)), "_ZN3fLI17FLAGS_minloglevelE").value = _SILENT
+        except (OSError, ValueError) as error:
+            log.debug("Mooncake's log cannot be turned down: %s", error)
+
+
+def _address(memory: Memory) -> int:
+    return int(np.frombuffer(memory.view, np.uint8).ctypes.data)
+
+
+def _calls(parts: Sequence[Part]) -> Iterable[list[Part]]:
+    """Parts in calls of bounded size; a longer one is cut."""
+    some: list[Part] = []
+    room = _CALL_BYTES
+    for part in parts:
+        done = 0
+        while done < part.size:
+            size = min(room, part.size - done)
+            some.append(Part(part.here + done, part.there + done, size))
+            done, room = done + size, room - size
+            if not room:
+                yield some
+                some, room = [], _CALL_BYTES
+    if some:
+        yield some

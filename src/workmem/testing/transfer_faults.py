@@ -25,7 +25,7 @@ class GatedMover:
         self._passes: float = float("inf")
 
     def around(self, mover: Mover) -> Mover:
-        """This, in the place of `mover`."""
+        """The gate, in the place of `mover`."""
         self._inner = mover
         return self
 
@@ -68,6 +68,22 @@ class GatedMover:
             self._changed.wait_for(lambda: self._passes > 0)
             self._passes -= 1
         return self._inner.move(access, target, start, memory, parts, stop)
+
+
+class Lent:
+    """A mover that outlives the endpoints that it is lent to."""
+
+    def __init__(self, mover: Mover, *, settle_s: float | None = None, drain_s: float | None = None) -> None:
+        """With other waits than its own, for who will not wait so long."""
+        self._mover = mover
+        self.settle_s = mover.settle_s if settle_s is None else settle_s
+        self.drain_s = mover.drain_s if drain_s is None else drain_s
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._mover, name)
+
+    def close(self) -> None:
+        """Others have it next."""
 
 
 class LossyChannel:

@@ -18,6 +18,8 @@ from workmem.transfer.region import RemoteWindow
 from workmem.transfer.shared_memory import SharedMemoryMover, allocate
 
 WAIT_S = 20.0
+CALL_BYTES = 8 * 2**20
+"""Of Mooncake: less than its own, so that less has to be moved for a batch to have a middle."""
 
 
 class InTheMiddle:
@@ -51,7 +53,7 @@ class InTheMiddle:
 
 def new_mover(kind: str) -> Mover:
     """One of its own: `shared` or `mooncake`."""
-    return SharedMemoryMover() if kind == "shared" else MooncakeMover("127.0.0.1")
+    return SharedMemoryMover() if kind == "shared" else MooncakeMover("127.0.0.1", call_bytes=CALL_BYTES)
 
 
 def new_endpoint(kind: str, mover: Mover) -> Endpoint:

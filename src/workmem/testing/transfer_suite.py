@@ -1,8 +1,8 @@
 """What every mover has to pass. Subclass the suite, say how to make an endpoint, and let pytest collect it.
 
-    class TestMyMover(TransferSuite):
-        def make(self, **more: Any) -> Endpoint:
-            return Endpoint(MyMover(), **more)
+class TestMyMover(TransferSuite):
+    def make(self, **more: Any) -> Endpoint:
+        return Endpoint(MyMover(), **more)
 """
 
 # ruff: noqa: D102 - the names of tests say what they are about
@@ -13,6 +13,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -81,7 +82,9 @@ class TransferSuite(ABC):
                 require(window.wait(part.there, part.size, WAIT_S) is Outcome.DONE, "it did not arrive")
                 theirs = owner.memory[4096 + part.there :][: part.size]
                 require(theirs == user.memory[part.here :][: part.size], "it arrived as something else")
-            require(window.wait(1007, 2, 0) is Outcome.TIMED_OUT, "a byte that was not written counts as there")
+            require(
+                window.wait(1007, 2, 0) is Outcome.TIMED_OUT, "a byte that was not written counts as there"
+            )
             require(owner.memory[:4096] == bytes(4096), "it wrote outside its window")
             require(moving.wait_over(WAIT_S), "it does not end")
             user.endpoint.finish(there)
@@ -108,7 +111,9 @@ class TransferSuite(ABC):
             flat = Memory(memory.view[::2], memory.fd)
             fixed = Memory(memory.view.toreadonly(), memory.fd)
             for wrong in (wide, flat, fixed):
-                require(raises(TransferError, lambda wrong=wrong: mine.endpoint.register(wrong)), "it is taken")
+                require(
+                    raises(TransferError, lambda wrong=wrong: mine.endpoint.register(wrong)), "it is taken"
+                )
 
     def test_what_lies_outside_is_refused_and_moves_nothing(self) -> None:
         with self.pair() as (owner, user):
@@ -124,11 +129,16 @@ class TransferSuite(ABC):
                 moving = user.endpoint.write(there, user.region, [Part(0, 8, 8), part], WAIT_S)
                 require(moving.wait() == (Outcome.REFUSED,) * 2, f"{part} is {moving.wait()}")
                 require(moving.is_over, "what never began is not over")
-            require(user.endpoint.read(there, user.region, [Part(0, 0, 8)], WAIT_S).wait() == (Outcome.REFUSED,), "read")
+            require(
+                user.endpoint.read(there, user.region, [Part(0, 0, 8)], WAIT_S).wait() == (Outcome.REFUSED,),
+                "read",
+            )
             require(owner.memory[:4096] == bytes(4096), "it wrote")
             for offset, size in ((-1, 8), (0, 0), (SIZE, 1)):
                 wrong = (owner.region, offset, size, Access.WRITE)
-                require(raises(TransferError, lambda wrong=wrong: owner.endpoint.grant(*wrong)), "it is granted")
+                require(
+                    raises(TransferError, lambda wrong=wrong: owner.endpoint.grant(*wrong)), "it is granted"
+                )
 
     def test_a_byte_is_written_once(self) -> None:
         with self.pair() as (owner, user):
@@ -147,7 +157,9 @@ class TransferSuite(ABC):
             closed = owner.endpoint.grant(owner.region, 0, 64, Access.WRITE)
             require(closed.close(0) is Outcome.DONE, "a window that nobody opened is not free")
             require(user.endpoint.open(closed.ticket, WAIT_S) is Outcome.REFUSED, "a closed one was opened")
-            require(raises(TransferError, lambda: user.endpoint.open(b"nonsense", WAIT_S)), "nonsense is a ticket")
+            require(
+                raises(TransferError, lambda: user.endpoint.open(b"nonsense", WAIT_S)), "nonsense is a ticket"
+            )
 
     def test_a_region_that_is_gone_is_not_registered(self) -> None:
         with self.pair() as (owner, user):
@@ -158,7 +170,9 @@ class TransferSuite(ABC):
             require(user.endpoint.unregister(extra) is Outcome.NOT_REGISTERED, "it went twice")
             moving = user.endpoint.write(there, extra, [Part(0, 0, 8)], WAIT_S)
             require(moving.wait() == (Outcome.NOT_REGISTERED,), f"it is {moving.wait()}")
-            require(raises(TransferError, lambda: user.endpoint.grant(extra, 0, 8, Access.READ)), "it is granted")
+            require(
+                raises(TransferError, lambda: user.endpoint.grant(extra, 0, 8, Access.READ)), "it is granted"
+            )
 
     def test_a_region_that_is_registered_later_is_reached(self) -> None:
         with self.pair() as (owner, user):
@@ -194,7 +208,9 @@ class TransferSuite(ABC):
             require(user.endpoint.unregister(user.region) is Outcome.REFUSED, "it went under a batch")
             other = user.endpoint.write(there, user.region, [Part(0, 0, 1)], WAIT_S)
             require(other.wait() == (Outcome.TIMED_OUT,), "a peer that is late costs a deadline again")
-            require(window.close(_SHORT_S) is Outcome.TIMED_OUT, "memory that is being written to is given back")
+            require(
+                window.close(_SHORT_S) is Outcome.TIMED_OUT, "memory that is being written to is given back"
+            )
             require(owner.endpoint.quarantined_bytes == 4096, "nobody counts it")
             gate.open()
             wait_until(lambda: window.is_free, WAIT_S)
@@ -288,11 +304,16 @@ class TransferSuite(ABC):
                 user.memory[:] = bytes(range(256)) * (SIZE // 256)
                 self._exchange(owner, user, lossy, f"{kind} {words.__name__} of the {side}")
 
-        for kind in ("drop", "delay", "twice", "swap"):
-            for words in (Arrived, Finished, Notify):
-                held(kind, words, "user")
-            for words in (Opened, Answer, Revoke):
-                held(kind, words, "owner")
+        cases = [
+            (kind, words, side)
+            for kind in ("drop", "delay", "twice", "swap")
+            for side, said in (("user", (Arrived, Finished, Notify)), ("owner", (Opened, Answer, Revoke)))
+            for words in said
+        ]
+        # They wait more than they compute.
+        with ThreadPoolExecutor(len(cases)) as threads:
+            for ended in [threads.submit(held, *case) for case in cases]:
+                ended.result()
 
     def _exchange(self, owner: Side, user: Side, lossy: LossyChannel, what: str) -> None:
         """One of everything while words get lost; then, with a channel that keeps them, all is as it should be."""
@@ -303,7 +324,9 @@ class TransferSuite(ABC):
             (outcome,) = moving.wait()
             arrived = window.wait(0, 4096, _SHORT_S)
             require(outcome in {Outcome.DONE, Outcome.TIMED_OUT}, f"{what}: a write is {outcome}")
-            require(outcome is not Outcome.DONE or arrived is Outcome.DONE, f"{what}: only one side believes it")
+            require(
+                outcome is not Outcome.DONE or arrived is Outcome.DONE, f"{what}: only one side believes it"
+            )
             if arrived is Outcome.DONE:
                 require(owner.memory[:4096] == user.memory[:4096], f"{what}: other bytes are believed")
             peer = there.peer
@@ -374,7 +397,9 @@ class TransferSuite(ABC):
     def test_nobody_there_is_gone_within_the_deadline(self) -> None:
         with self.side() as mine:
             started = time.monotonic()
-            address = "unix:workmem-transfer-nobody" if mine.endpoint.address.startswith("unix:") else "127.0.0.1:1"
+            address = (
+                "unix:workmem-transfer-nobody" if mine.endpoint.address.startswith("unix:") else "127.0.0.1:1"
+            )
             require(mine.endpoint.connect(address, WAIT_S) is Outcome.PEER_GONE, "somebody is there")
             require(time.monotonic() - started < WAIT_S / 2, "it takes the whole deadline")
 
@@ -383,8 +408,8 @@ def opened(owner: Side, user: Side, offset: int, size: int, access: Access) -> t
     """A window that `owner` grants and `user` has open."""
     window = owner.endpoint.grant(owner.region, offset, size, access)
     there = user.endpoint.open(window.ticket, WAIT_S)
-    if not isinstance(there, RemoteWindow):
-        raise AssertionError(f"opening is {there}")
+    require(isinstance(there, RemoteWindow), f"opening is {there}")
+    assert isinstance(there, RemoteWindow)
     return window, there
 
 

@@ -201,15 +201,11 @@ class Batches:
             return moved
         if is_write:
             spans = [(part.there, part.size, found) for part, found in zip(batch.parts, sums, strict=True)]
-            window.peer.ask(
-                lambda tag: Arrived(tag, window.number, spans), partial(_written, batch)
-            )
+            window.peer.ask(lambda tag: Arrived(tag, window.number, spans), partial(_written, batch))
             return moved
         sums = batch.sums()
         wanted = [(part.there, part.size) for part in batch.parts]
-        window.peer.ask(
-            lambda tag: Summing(tag, window.number, wanted), partial(_read, batch, sums)
-        )
+        window.peer.ask(lambda tag: Summing(tag, window.number, wanted), partial(_read, batch, sums))
         return moved
 
 

@@ -70,9 +70,7 @@ class Endpoint:
         self._meeting = Meeting(instance, mover.name, host, wrap)
         self.address = self._meeting.address
         """Where others reach it."""
-        self._owned = Owned(
-            mover, instance, self.address, quarantine_bytes_max, self._nudge
-        )
+        self._owned = Owned(mover, instance, self.address, quarantine_bytes_max, self._nudge)
         self._lock = threading.Lock()
         self._numbers = count(1)
         self._regions: set[Region] = set()
@@ -201,11 +199,14 @@ class Endpoint:
             if is_over:
                 peer.tell(Goodbye())
             peer.shut()
-        is_over = all([peer.wait_gone(until - time.monotonic()) for peer in peers]) and is_over
+        for peer in peers:
+            is_over = peer.wait_gone(until - time.monotonic()) and is_over
         with self._lock:
             regions = list(self._regions)
-        if is_over and all([self.unregister(region) is Outcome.DONE for region in regions]):
-            self._mover.close()
+        if is_over:
+            left = [region for region in regions if self.unregister(region) is not Outcome.DONE]
+            if not left:
+                self._mover.close()
         return is_over and is_free
 
     # -- threads

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import logging
+import mmap
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -19,8 +20,6 @@ log = logging.getLogger(__name__)
 
 TIMEOUT_S = 3.0
 """Longest that the engine waits for a peer that took the connection and says nothing."""
-_CALL_BYTES = 16 * 2**20
-"""In one call: what a revoked window waits for."""
 _ENVIRONMENT = {
     b"MC_TCP_STATUS_TIMEOUT_SEC": b"%d" % TIMEOUT_S,
     b"MC_TCP_PROGRESS_TIMEOUT_SEC": b"%d" % TIMEOUT_S,
@@ -29,6 +28,18 @@ _ENVIRONMENT = {
 }
 """Read by the engine as it starts. Whoever set them knows better."""
 _SILENT = 4
+PROTOCOLS = {
+    "tcp": "TcpTransport",
+    "rdma": "RdmaTransport",
+    "nvlink": "NvlinkTransport",
+    "nvlink_intra": "IntraNodeNvlinkTransport",
+    "nvmeof": "NVMeoFTransport",
+    "cxl": "CxlTransport",
+    "efa": "EfaTransport",
+    "hip": "HipTransport",
+    "ascend": "HcclTransport",
+}
+"""By the engine's name for it, the class that an engine built with it has."""
 
 
 class MooncakeMover:
@@ -39,13 +50,23 @@ class MooncakeMover:
     drain_s = 120.0
     """A process's last bytes are sent by its kernel after its end, for as long as that tries again."""
 
-    def __init__(self, host: str, protocol: str = "tcp", devices: str = "") -> None:
+    def __init__(
+        self, host: str, protocol: str = "tcp", devices: str = "", *, call_bytes: int = 16 * 2**20
+    ) -> None:
         """`host` is this host as others reach it; `devices` are network cards, separated by commas.
 
         Empty is all of them, chosen for each transfer by where the memory lies. Raises ConfigError where Mooncake is not installed, TransferError where it does not start.
         """
+        self._call_bytes = call_bytes
+        """In one call: what a window that is closed waits for."""
         self.name = f"mooncake {protocol}"
-        self._engine = load_engine().TransferEngine()
+        module = load_engine()
+        if protocol not in built_protocols(module):
+            # The engine itself takes any word, and moves nothing.
+            raise TransferError(
+                f"the installed build of Mooncake has no {protocol}; it has {', '.join(sorted(built_protocols(module)))}"
+            )
+        self._engine = module.TransferEngine()
         code = self._engine.initialize(host, "P2PHANDSHAKE", protocol, devices)
         if code:
             raise TransferError(
@@ -86,7 +107,7 @@ class MooncakeMover:
         assert isinstance(target, Described)
         engine, base = self._engine, _address(memory)
         call = engine.batch_transfer_sync_write if access is Access.WRITE else engine.batch_transfer_sync_read
-        for some in _calls(parts):
+        for some in _calls(parts, self._call_bytes):
             if stop():
                 return Moved(Outcome.REFUSED)
             started = time.monotonic()
@@ -130,6 +151,17 @@ def load_engine() -> ModuleType:
     return module
 
 
+def built_protocols(module: ModuleType) -> frozenset[str]:
+    """Those whose class is among the library's names. It has no function that tells."""
+    with (
+        Path(str(module.__file__)).open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as words,
+    ):
+        return frozenset(
+            name for name, kind in PROTOCOLS.items() if words.find(f"{len(kind)}{kind}E".encode()) >= 0
+        )
+
+
 def _hush(module: ModuleType) -> None:
     """Its log goes to stderr whatever it is told."""
     for library in Path(str(module.__file__)).parent.parent.glob("mooncake_transfer_engine*.libs/libglog*"):
@@ -143,10 +175,10 @@ def _address(memory: Memory) -> int:
     return int(np.frombuffer(memory.view, np.uint8).ctypes.data)
 
 
-def _calls(parts: Sequence[Part]) -> Iterable[list[Part]]:
-    """Parts in calls of bounded size; a longer one is cut."""
+def _calls(parts: Sequence[Part], at_most: int) -> Iterable[list[Part]]:
+    """Parts in calls of `at_most` bytes; a longer one is cut."""
     some: list[Part] = []
-    room = _CALL_BYTES
+    room = at_most
     for part in parts:
         done = 0
         while done < part.size:
@@ -155,6 +187,6 @@ def _calls(parts: Sequence[Part]) -> Iterable[list[Part]]:
             done, room = done + size, room - size
             if not room:
                 yield some
-                some, room = [], _CALL_BYTES
+                some, room = [], at_most
     if some:
         yield some

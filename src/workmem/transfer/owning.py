@@ -83,7 +83,12 @@ class Owned:
         """Close all. Whether they are free by then."""
         for window in self.windows():
             window.close(0)
-        return all([window.close(max(0.0, until - time.monotonic())) is Outcome.DONE for window in self.windows()])
+        left = [
+            window
+            for window in self.windows()
+            if window.close(max(0.0, until - time.monotonic())) is not Outcome.DONE
+        ]
+        return not left
 
     def look(self) -> bool:
         """Free what is nobody's any more. Whether to look again soon."""

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
-import mmap
 from pathlib import Path
 from typing import NamedTuple
 
 from workmem.core.errors import ConfigError
-from workmem.transfer.mooncake_engine import load_engine
+from workmem.transfer.mooncake_engine import PROTOCOLS, built_protocols, load_engine
 
 
 class Device(NamedTuple):
@@ -34,18 +31,6 @@ class Transport(NamedTuple):
     devices: tuple[Device, ...] = ()
 
 
-_CLASSES = {
-    "tcp": "TcpTransport",
-    "rdma": "RdmaTransport",
-    "nvlink": "NvlinkTransport",
-    "nvlink_intra": "IntraNodeNvlinkTransport",
-    "nvmeof": "NVMeoFTransport",
-    "cxl": "CxlTransport",
-    "efa": "EfaTransport",
-    "hip": "HipTransport",
-    "ascend": "HcclTransport",
-}
-"""By the engine's name for it, the class that an engine built with it has."""
 _CARDS = Path("/sys/class/infiniband")
 
 
@@ -53,12 +38,12 @@ def known_transports(cards: Path = _CARDS) -> list[Transport]:
     """All that are known, those that are there first. Starts nothing; loads the engine to see that it loads."""
     found = [Transport("shared memory", is_there=True, why="processes of one user on this host")]
     try:
-        load_engine()
+        module = load_engine()
     except ConfigError as error:
-        found += [Transport(name, is_there=False, why=str(error)) for name in _CLASSES]
+        found += [Transport(name, is_there=False, why=str(error)) for name in PROTOCOLS]
     else:
-        built = _built_in(Path(str(_found().origin)))
-        found += [_transport(name, built, cards) for name in _CLASSES]
+        built = built_protocols(module)
+        found += [_transport(name, built, cards) for name in PROTOCOLS]
     return sorted(found, key=lambda transport: not transport.is_there)
 
 
@@ -82,20 +67,6 @@ def _transport(name: str, built: frozenset[str], cards: Path) -> Transport:
     if not any("ACTIVE" in device.state for device in devices):
         return Transport(name, is_there=False, why="no network card for it is active", devices=devices)
     return Transport(name, is_there=True, why=f"{len(devices)} network cards", devices=devices)
-
-
-def _built_in(library: Path) -> frozenset[str]:
-    """Transports whose class is among the library's names. It has no function that tells."""
-    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as words:
-        return frozenset(
-            name for name, kind in _CLASSES.items() if words.find(f"{len(kind)}{kind}E".encode()) >= 0
-        )
-
-
-def _found() -> importlib.machinery.ModuleSpec:
-    spec = importlib.util.find_spec("mooncake.engine")
-    assert spec is not None
-    return spec
 
 
 def _device(folder: Path) -> Device:

@@ -227,7 +227,9 @@ def test_one_file_talks_to_each_of_mooncake_s_modules():
         if not name_of(path).startswith("testing/")
         for module in re.findall(r"import_module\(\"(mooncake[\w.]*)\"\)", path.read_text(encoding="utf-8"))
     }
-    imports = {name_of(path) for path in FILES for node in ast.walk(parse(path)) if "mooncake" in imported(node)}
+    imports = {
+        name_of(path) for path in FILES for node in ast.walk(parse(path)) if "mooncake" in imported(node)
+    }
     assert talks == {
         ("store/tiers/mooncake/link.py", "mooncake.store"),
         ("transfer/mooncake_engine.py", "mooncake.engine"),

@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from workmem.transfer.channel import Channel, Lost
 from workmem.transfer.contract import Access, Memory, Moved, Mover, Part
@@ -27,7 +27,7 @@ class GatedMover:
     def around(self, mover: Mover) -> Mover:
         """The gate, in the place of `mover`."""
         self._inner = mover
-        return self
+        return cast("Mover", self)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -68,6 +68,31 @@ class GatedMover:
             self._changed.wait_for(lambda: self._passes > 0)
             self._passes -= 1
         return self._inner.move(access, target, start, memory, parts, stop)
+
+
+class FlippingMover:
+    """Changes a bit of what it has read, as a bad card would."""
+
+    def __init__(self, mover: Mover) -> None:
+        self._inner = mover
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def move(
+        self,
+        access: Access,
+        target: object,
+        start: int,
+        memory: Memory,
+        parts: Sequence[Part],
+        stop: Callable[[], bool],
+    ) -> Moved:
+        """As the mover inside, and then one bit."""
+        moved = self._inner.move(access, target, start, memory, parts, stop)
+        if access is Access.READ:
+            memory.view[parts[0].here] ^= 1
+        return moved
 
 
 class Lent:

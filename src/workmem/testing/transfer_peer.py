@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from workmem.transfer.contract import Access, Memory, Moved, Mover, Outcome, Part
 from workmem.transfer.endpoint import Endpoint
@@ -98,7 +98,7 @@ def start(kind: str, size: int, *, middle: str = "") -> Started:
 def _main(kind: str, size: int, middle: str) -> None:
     mover = new_mover(kind)
     if middle:
-        mover = InTheMiddle(mover, 2, lambda: os.kill(os.getpid(), signal.Signals[middle]))
+        mover = cast("Mover", InTheMiddle(mover, 2, lambda: os.kill(os.getpid(), signal.Signals[middle])))
     endpoint = new_endpoint(kind, mover)
     memory = allocate(size)
     region = endpoint.register(memory)

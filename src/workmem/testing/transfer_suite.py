@@ -15,11 +15,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 from workmem.core.errors import CapacityError, TransferError
 from workmem.testing.tier_bench import require
-from workmem.testing.transfer_faults import GatedMover, LossyChannel
+from workmem.testing.transfer_faults import FlippingMover, GatedMover, LossyChannel
 from workmem.testing.waiting import wait_until
 from workmem.transfer.contract import Access, Memory, Outcome, Part
 from workmem.transfer.endpoint import Endpoint
@@ -85,7 +86,7 @@ class TransferSuite(ABC):
             require(
                 window.wait(1007, 2, 0) is Outcome.TIMED_OUT, "a byte that was not written counts as there"
             )
-            require(owner.memory[:4096] == bytes(4096), "it wrote outside its window")
+            require(bytes(owner.memory[:4096]) == bytes(4096), "it wrote outside its window")
             require(moving.wait_over(WAIT_S), "it does not end")
             user.endpoint.finish(there)
             require(window.close(WAIT_S) is Outcome.DONE, "the window is not free")
@@ -107,13 +108,11 @@ class TransferSuite(ABC):
     def test_memory_of_larger_items_is_refused(self) -> None:
         with self.side() as mine:
             memory = self.memory(4096)
-            wide = Memory(memory.view.cast("f"), memory.fd)
+            wide = Memory(cast("memoryview", memory.view.cast("f")), memory.fd)
             flat = Memory(memory.view[::2], memory.fd)
             fixed = Memory(memory.view.toreadonly(), memory.fd)
             for wrong in (wide, flat, fixed):
-                require(
-                    raises(TransferError, lambda wrong=wrong: mine.endpoint.register(wrong)), "it is taken"
-                )
+                require(raises(TransferError, partial(mine.endpoint.register, wrong)), "it is taken")
 
     def test_what_lies_outside_is_refused_and_moves_nothing(self) -> None:
         with self.pair() as (owner, user):
@@ -133,12 +132,10 @@ class TransferSuite(ABC):
                 user.endpoint.read(there, user.region, [Part(0, 0, 8)], WAIT_S).wait() == (Outcome.REFUSED,),
                 "read",
             )
-            require(owner.memory[:4096] == bytes(4096), "it wrote")
+            require(bytes(owner.memory[:4096]) == bytes(4096), "it wrote")
             for offset, size in ((-1, 8), (0, 0), (SIZE, 1)):
                 wrong = (owner.region, offset, size, Access.WRITE)
-                require(
-                    raises(TransferError, lambda wrong=wrong: owner.endpoint.grant(*wrong)), "it is granted"
-                )
+                require(raises(TransferError, partial(owner.endpoint.grant, *wrong)), "it is granted")
 
     def test_a_byte_is_written_once(self) -> None:
         with self.pair() as (owner, user):
@@ -196,6 +193,12 @@ class TransferSuite(ABC):
             require(moving.wait() == (Outcome.CORRUPT,), f"it is {moving.wait()}")
             require(window.wait(0, 4096, WAIT_S) is Outcome.CORRUPT, "its owner believes it")
 
+    def test_a_copy_that_differs_from_its_source_is_corrupt(self) -> None:
+        with self.pair(mover=FlippingMover) as (owner, user):
+            _, there = opened(owner, user, 0, 4096, Access.READ)
+            moving = user.endpoint.read(there, user.region, [Part(0, 0, 100), Part(200, 100, 100)], WAIT_S)
+            require(moving.wait() == (Outcome.CORRUPT, Outcome.DONE), f"it is {moving.wait()}")
+
     def test_a_deadline_is_kept_and_memory_waits_for_the_end(self) -> None:
         gate = GatedMover()
         with self.pair(mover=gate.around) as (owner, user):
@@ -234,8 +237,25 @@ class TransferSuite(ABC):
             require(queued.wait() == (Outcome.REFUSED,), f"what was queued is {queued.wait()}")
             last = user.endpoint.write(there, user.region, [Part(0, 0, 8)], WAIT_S)
             require(last.wait() == (Outcome.REFUSED,), f"what began later is {last.wait()}")
-            require(owner.memory[:4096] == b"\xee" * 4096, "a late write landed in memory of others")
+            require(bytes(owner.memory[:4096]) == b"\xee" * 4096, "a late write landed in memory of others")
             require(window.wait(0, 1, 0) is Outcome.REFUSED, "a closed window is waited for")
+
+    def test_a_window_that_is_closed_while_it_is_opened_is_closed_at_both_ends(self) -> None:
+        slow = LossyChannel("delay", Opened)
+        with self.side(wrap=slow.around) as owner, self.side() as user:
+            owner.memory[:] = bytes(SIZE)
+            user.memory[:] = b"\xee" * SIZE
+            window = owner.endpoint.grant(owner.region, 0, 4096, Access.WRITE)
+            with ThreadPoolExecutor(1) as threads:
+                opening = threads.submit(user.endpoint.open, window.ticket, WAIT_S)
+                wait_until(lambda: window.peer is not None, WAIT_S)
+                # This overtakes the answer.
+                require(window.close(WAIT_S) is Outcome.DONE, "it is not free")
+                there = opening.result()
+            assert isinstance(there, RemoteWindow)
+            moving = user.endpoint.write(there, user.region, [Part(0, 0, 4096)], WAIT_S)
+            require(moving.wait() == (Outcome.REFUSED,), f"it is {moving.wait()}")
+            require(bytes(owner.memory[:4096]) == bytes(4096), "it wrote into memory of others")
 
     def test_quarantine_is_bounded(self) -> None:
         gate = GatedMover()

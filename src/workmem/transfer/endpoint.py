@@ -220,9 +220,16 @@ class Endpoint:
                 connection.close()
                 return
             self._threads += 1
-        threading.Thread(
+        thread = threading.Thread(
             target=self._greet, args=(connection,), name="workmem-transfer-peer", daemon=True
-        ).start()
+        )
+        try:
+            thread.start()
+        except RuntimeError:
+            log.warning("no thread is to be had for a peer that connects")
+            connection.close()
+            with self._lock:
+                self._threads -= 1
 
     def _greet(self, connection: socket.socket) -> None:
         try:
@@ -238,9 +245,16 @@ class Endpoint:
             if self._closed:
                 peer.shut()
             self._peers.add(peer)
-        peer.hear(self._told)
+        try:
+            peer.hear(self._told)
+        finally:
+            self._forget(peer)
+
+    def _forget(self, peer: Peer) -> None:
         with self._lock:
             self._peers.discard(peer)
+            for address in [address for address, found in self._dialed.items() if found is peer]:
+                del self._dialed[address]
             for key in [key for key in self._reached if key[0] == peer.instance]:
                 del self._reached[key]
         self._batches.forget(peer)

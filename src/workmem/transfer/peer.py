@@ -148,11 +148,14 @@ class Peer:
             while not self.said_goodbye:
                 body, fds = self._channel.receive()
                 message = unpack(body) if len(fds) <= 1 else None
-                if isinstance(message, Opened | Answer):
+                if isinstance(message, Opened):
                     self._settle(message, fds[0] if fds else -1)
                     continue
                 for fd in fds:
                     os.close(fd)
+                if isinstance(message, Answer):
+                    self._settle(message, -1)
+                    continue
                 if message is None or isinstance(message, Hello):
                     break
                 if isinstance(message, Goodbye):
@@ -160,8 +163,10 @@ class Peer:
                 else:
                     told(self, message)
         except (Lost, Malformed):
-            pass  # Either way it is over; whoever waits is told so below.
-        self._end()
+            pass  # Either way it is over.
+        finally:
+            # Whoever waits is told so.
+            self._end()
 
     def shut(self) -> None:
         """End the connection; who hears notices."""

@@ -72,10 +72,9 @@ def test_a_writer_that_is_killed_is_gone_and_its_memory_free_once_nothing_can_ar
         assert window.wait(0, len(memory), WAIT_S) is Outcome.PEER_GONE
         assert memory[0] == FILL
         assert memory[-1] != FILL
-        started = time.monotonic()
         assert window.close(WAIT_S) is Outcome.DONE
         if kind == "mooncake":
-            assert time.monotonic() - started > 0.2
+            assert time.monotonic() >= window.peer.lost_at + 0.5
         memory[:] = bytes([OTHER]) * len(memory)
         time.sleep(SHORT_S)
         assert is_full_of(OTHER, memory)
@@ -147,14 +146,14 @@ def test_an_owner_that_freezes_costs_one_deadline_and_others_nothing(kind, mover
             moving = endpoint.write(window, region, [Part(0, 0, len(memory))], 1.0)
             assert endpoint.write(healthy, region, [Part(0, 0, 4096)], WAIT_S).wait() == (Outcome.DONE,)
             assert moving.wait() == (Outcome.TIMED_OUT,)
-            assert time.monotonic() - started < 2.0
+            assert time.monotonic() - started < WAIT_S / 2
             if kind == "mooncake":
                 # The engine itself still waits: the next batch does not, and memory is not one's own yet.
                 assert not moving.is_over
                 waited = time.monotonic()
-                late = endpoint.write(window, region, [Part(0, 0, 8)], 5.0)
+                late = endpoint.write(window, region, [Part(0, 0, 8)], WAIT_S)
                 assert late.wait() == (Outcome.TIMED_OUT,)
-                assert time.monotonic() - waited < 0.5
+                assert time.monotonic() - waited < WAIT_S / 2
             peer.send(signal.SIGCONT)
             assert moving.wait_over(WAIT_S)
             assert moving.wait() == (Outcome.TIMED_OUT,)

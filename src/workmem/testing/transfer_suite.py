@@ -204,7 +204,7 @@ class TransferSuite(ABC):
         with self.pair(mover=gate.around) as (owner, user):
             window, there = opened(owner, user, 0, 4096, Access.WRITE)
             gate.shut()
-            moving = user.endpoint.write(there, user.region, [Part(0, 0, 4096)], _SHORT_S)
+            moving = user.endpoint.write(there, user.region, [Part(0, 0, 4096)], 5 * _SHORT_S)
             require(gate.wait_begun(1, WAIT_S), "it does not begin")
             require(moving.wait() == (Outcome.TIMED_OUT,), f"it is {moving.wait()}")
             require(not moving.is_over, "memory that is being read from is given back")

@@ -18,6 +18,7 @@ from typing import Any, Literal, cast
 
 import msgspec
 
+from workmem.cluster.config import ClusterConfig
 from workmem.core.errors import ConfigError
 from workmem.core.units import parse_bytes
 from workmem.engines.embedded.config import EmbeddedConfig
@@ -39,6 +40,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     engine: EmbeddedConfig = EmbeddedConfig()
     store: StoreConfig = StoreConfig()
     vllm: VllmConfig = VllmConfig()
+    cluster: ClusterConfig = ClusterConfig()
 
 
 class LoadedConfig(msgspec.Struct, frozen=True, kw_only=True):

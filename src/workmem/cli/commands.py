@@ -5,6 +5,7 @@ from __future__ import annotations
 from cyclopts import App
 
 from workmem import __version__
+from workmem.cli.cluster import app as cluster
 from workmem.cli.store import app as store
 from workmem.cli.vllm import app as vllm
 
@@ -51,5 +52,6 @@ model = App(name="model", help="Prepare models.")
 model.command("workmem.cli.model:prepare_model", name="prepare", help="Make a model ready to be loaded.")
 model.command("workmem.cli.model:list_models", name="list", help="List the models known by name.")
 app.command(model)
+app.command(cluster)
 app.command(store)
 app.command(vllm)

@@ -71,8 +71,13 @@ class Link:
         self._put_config = self._module.ReplicateConfig()
         if self._segment_bytes:
             # Own memory takes a copy, another's a journey.
-            self._put_config.preferred_segment = self._client.get_hostname()
+            self._put_config.preferred_segment = self.segment_name
         _hush(self._module)
+
+    @property
+    def segment_name(self) -> str:
+        """What the master calls the memory of this process."""
+        return str(self._client.get_hostname())
 
     # -- memory
 

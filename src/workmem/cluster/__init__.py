@@ -1,0 +1,1 @@
+"""A pool of memory that hosts share: its master, its segments, who is alive, and what is wrong with it."""

@@ -26,7 +26,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     admin_port: Port = 9003
     """Its port; 0 takes a free one."""
     admin_urls: tuple[Annotated[str, Meta(pattern=r"^http://[^\s/?#]+$")], ...] = ()
-    """Where masters answer, as in `http://10.0.0.1:9003`; empty takes `admin_host` and `admin_port`."""
+    """Where masters answer, as in `http://10.0.0.1:9003`; empty takes the host of `master`, or `admin_host`, and `admin_port`."""
     segment_bytes: str | int = "4GiB"
     """Memory that this host gives to the pool; 0 gives none."""
     allow_public: bool = False

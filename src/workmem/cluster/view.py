@@ -47,7 +47,11 @@ def admin_urls(config: ClusterConfig) -> tuple[str, ...]:
     """Where masters are asked."""
     if config.admin_urls:
         return config.admin_urls
-    host = "127.0.0.1" if config.admin_host in {"", "0.0.0.0", "::"} else config.admin_host  # noqa: S104  not bound
+    host = config.admin_host
+    if config.master and not config.master.startswith("etcd://"):
+        host = config.master.rpartition(":")[0].strip("[]")
+    if host in {"", "0.0.0.0", "::"}:  # noqa: S104  where to ask, not where to listen
+        host = "127.0.0.1"
     return (f"http://[{host}]:{config.admin_port}" if ":" in host else f"http://{host}:{config.admin_port}",)
 
 

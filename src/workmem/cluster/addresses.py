@@ -16,6 +16,7 @@ from workmem.core.errors import ConfigError
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 _SIOCGIFADDR = 0x8915
+_REACH_S = 2.0
 _IF_INET6 = Path("/proc/net/if_inet6")
 DATA_PORTS = "12300-17000"
 """Where Mooncake's clients pick their ports."""
@@ -111,6 +112,18 @@ def is_own(address: Address) -> bool:
     try:
         with socket.socket(family, socket.SOCK_STREAM) as tried:
             tried.bind((str(address), 0))
+    except OSError:
+        return False
+    return True
+
+
+def is_reached(address: str) -> bool:
+    """Whether something takes connections at `address` (host:port); False for anything else."""
+    host, _, port = address.rpartition(":")
+    if not host or "://" in host:
+        return False
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
     except OSError:
         return False
     return True

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
 from workmem.cluster import checks_host, checks_pool
-from workmem.cluster.addresses import is_own, resolve
+from workmem.cluster.addresses import is_own, is_reached, resolve
 from workmem.cluster.config import ClusterConfig
 from workmem.cluster.findings import Case, Finding
 from workmem.cluster.here import Here, look_here
@@ -15,7 +14,6 @@ from workmem.cluster.view import admin_urls, look
 from workmem.store.config import BelowConfig
 from workmem.store.tiers.mooncake.options import parse_options
 
-_REACH_S = 2.0
 _OFFLOAD_PATH = "MOONCAKE_OFFLOAD_FILE_STORAGE_PATH"
 
 CHECKS: tuple[Callable[[Case], Finding], ...] = (
@@ -56,20 +54,9 @@ def case_of(config: ClusterConfig, below: BelowConfig) -> Case:
         here=here,
         host_addresses=tuple(map(str, addresses)),
         host_is_own=any(is_own(address) for address in addresses),
-        is_master_reached=_is_reached(config.master),
+        is_master_reached=is_reached(config.master),
         offload_paths=_offload_paths(here),
     )
-
-
-def _is_reached(master: str) -> bool:
-    host, _, port = master.rpartition(":")
-    if not host or "://" in host:
-        return False
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
-    except OSError:
-        return False
-    return True
 
 
 def _offload_paths(here: Here) -> dict[str, str]:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from workmem.cluster.addresses import own_addresses, refuse_public, refuse_public_device
+from workmem.cluster.addresses import is_reached, own_addresses, refuse_public, refuse_public_device
 from workmem.cluster.admin import Admin, AdminError, Drained, DrainResult
 from workmem.cluster.config import ClusterConfig
 from workmem.cluster.master import MasterProcess
@@ -66,14 +66,16 @@ class Hosting:
                 "say how much memory this host gives, as in segment_bytes = '16GiB'"
             )
         self._segment = SegmentProcess(config, self.master_address) if has_segment else None
+        self._told_pid = 0
         self._restarts = {name: _Restarts() for name in ("master", "segment")}
 
     @property
     def admin_urls(self) -> tuple[str, ...]:
         """Where masters can be asked."""
-        if self._master is not None and not self._config.admin_urls:
-            return (self._master.admin.url,)
-        return admin_urls(self._config)
+        if self._master is None:
+            return admin_urls(self._config)
+        own = self._master.admin.url
+        return (own, *(url for url in self._config.admin_urls if url != own))
 
     @property
     def segment_name(self) -> str:
@@ -94,6 +96,8 @@ class Hosting:
                 self._master.wait(self._config.start_s)
                 self._restarts["master"].began()
                 self._say(f"master at {self.master_address} (process {self._master.pid})")
+            elif "://" not in self._config.master:
+                self._await_master()
             if self._segment is not None:
                 self._join(self._segment)
         except BaseException:
@@ -105,10 +109,9 @@ class Hosting:
         while not stopped.wait(_LOOK_S):
             if self._master is not None and not self._master.is_running and self._may_start("master"):
                 self._master.start()
-            if self._segment is None:
-                continue
-            if not self._segment.is_running and self._may_start("segment"):
-                self._segment.start()
+                self._say(f"master at {self.master_address} again (process {self._master.pid})")
+            if self._segment is not None:
+                self._tend_segment(self._segment)
 
     def stop(self) -> None:
         """Move pages to other hosts, then end."""
@@ -118,13 +121,34 @@ class Hosting:
         finally:
             self._end()
 
+    def _await_master(self) -> None:
+        until = time.monotonic() + self._config.start_s
+        while not is_reached(self._config.master):
+            if time.monotonic() >= until:
+                raise TransferError(
+                    f"nobody answers at {self._config.master} within {self._config.start_s:g} s: start a master there with "
+                    "`workmem cluster up`, let this host through its firewall, or correct cluster.master"
+                )
+            time.sleep(_LOOK_S)
+
+    def _tend_segment(self, segment: SegmentProcess) -> None:
+        if not segment.is_running and self._may_start("segment"):
+            segment.start()
+        elif segment.name and segment.pid != self._told_pid:
+            self._tell(segment)
+
+    def _tell(self, segment: SegmentProcess) -> None:
+        self._told_pid = segment.pid
+        self._say(f"segment {segment.name} of {format_bytes(segment.size_bytes)} (process {segment.pid})")
+
     def _join(self, segment: SegmentProcess) -> None:
         until = time.monotonic() + self._config.start_s
+        why = ""
         while True:
             segment.start()
             if segment.wait(max(0.1, until - time.monotonic())):
                 break
-            why = segment.problem or f"it said nothing (exit code {segment.exit_code})"
+            why = segment.problem or why or _silent(segment.exit_code)
             segment.stop()
             if "$.store.below" in why:
                 raise ConfigError(why.replace("$.store.below.tier", "$.cluster.segment_bytes"))
@@ -134,7 +158,7 @@ class Hosting:
                 )
             time.sleep(_LOOK_S)
         self._restarts["segment"].began()
-        self._say(f"segment {segment.name} of {format_bytes(segment.size_bytes)} (process {segment.pid})")
+        self._tell(segment)
 
     def _may_start(self, name: str) -> bool:
         restarts = self._restarts[name]
@@ -175,6 +199,10 @@ def refuse_unsafe(config: ClusterConfig) -> None:
         refuse_public("admin_host", config.admin_host, allowed=allowed)
     if gives:
         refuse_public_device(own_addresses(), allowed=allowed)
+
+
+def _silent(exit_code: int | None) -> str:
+    return "it has not answered" if exit_code is None else f"it ended without a word (exit code {exit_code})"
 
 
 def _said_of(drained: Drained) -> str:

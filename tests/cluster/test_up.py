@@ -79,7 +79,9 @@ def test_the_guide_on_one_host(hosts):
     assert hosts.run(table).code == 1
 
 
-def test_a_host_that_leaves_hands_its_pages_to_another(hosts, tmp_path):
+def test_a_host_that_leaves_hands_its_pages_to_another(hosts, tmp_path, monkeypatch):
+    # A page is not moved before its lease has run out, ten seconds after somebody looked at it.
+    monkeypatch.setenv("WORKMEM__CLUSTER__LEASE_S", "1")
     first, second, *_ = hosts.commands("On several")
     one = hosts.up(first, **{"64GiB": "64MiB"})
     two = hosts.up(second, **{"64GiB": "64MiB", "=10.0.0.1:": "=localhost:"})

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import shlex
 import signal
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from workmem.testing.mooncake import free_port
 from workmem.testing.waiting import wait_until
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "guides" / "cluster.md").read_text(encoding="utf-8")
-END_S = 30.0
+END_S = 60.0
 
 
 def commands(heading: str) -> list[str]:
@@ -30,15 +30,29 @@ def commands(heading: str) -> list[str]:
     return [line.removeprefix("$ ") for block in blocks for line in block.splitlines()]
 
 
+class Part:
+    """A process that another started, by a handle: its number may come again."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._handle = os.pidfd_open(pid)
+
+    def kill(self) -> None:
+        signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(select.select([self._handle], [], [], 0)[0])
+
+
 class Up:
     """A `workmem cluster up` that runs."""
 
-    def __init__(self, words: list[str], folder: Path, until: str = "Ctrl-C stops") -> None:
+    def __init__(self, words: list[str], folder: Path) -> None:
         self._heard = folder / f"err{len(list(folder.iterdir()))}"
         self._printed = self._heard.with_suffix(".toml")
         with self._heard.open("wb") as err, self._printed.open("wb") as out:
             self.process = subprocess.Popen(words, stdout=out, stderr=err)
-        self.hear(until)
 
     def hear(self, text: str, times: int = 1) -> str:
         """Wait until it has said so, so often."""
@@ -54,9 +68,9 @@ class Up:
     def printed(self) -> str:
         return self._printed.read_text(encoding="utf-8")
 
-    def pid(self, part: str) -> int:
-        """The last one of the processes that it named."""
-        return int(re.findall(rf"^  {part} .*process (\d+)", self.said, re.MULTILINE)[-1])
+    def part(self, name: str) -> Part:
+        """The last one of the processes that it named so; it runs."""
+        return Part(int(re.findall(rf"^  {name} .*process (\d+)", self.said, re.MULTILINE)[-1]))
 
     def end(self, how: signal.Signals = signal.SIGTERM) -> int:
         self.process.send_signal(how)
@@ -99,6 +113,7 @@ class Hosts:
 
     def up(self, command: str, **changes: str) -> Up:
         self.running.append(Up(self._words(command, **changes), self.folder))
+        self.running[-1].hear("Ctrl-C stops")
         return self.running[-1]
 
     def run(self, command: str) -> Done:
@@ -111,10 +126,6 @@ class Hosts:
         for one in reversed(self.running):
             if one.process.poll() is None:
                 one.end()
-            for part in ("master", "segment"):
-                # Left by one that was killed.
-                with suppress(IndexError, ProcessLookupError):
-                    os.kill(one.pid(part), signal.SIGKILL)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 
 import pytest
@@ -20,14 +19,6 @@ from workmem.testing.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(120)
 MIB = 2**20
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
 
 
 def opened(toml: str, folder) -> Store:
@@ -54,16 +45,17 @@ def test_the_guide_on_one_host(hosts):
     assert "0 wrong" in told.out
 
     # What dies is started again, and joins by itself.
-    first = host.pid("segment")
-    os.kill(first, signal.SIGKILL)
+    first = host.part("segment")
+    first.kill()
     host.hear("the segment ended; it is started again")
     host.hear("  segment ", times=2)
-    assert host.pid("segment") != first
-    os.kill(host.pid("master"), signal.SIGKILL)
+    assert host.part("segment").pid != first.pid
+    host.part("master").kill()
     host.hear("the master ended; it is started again")
     host.hear("  master ", times=2)
     wait_until(lambda: len(hosts.look().segments) == 1)
-    pids = host.pid("master"), host.pid("segment")
+    parts = host.part("master"), host.part("segment")
+    assert not any(part.has_ended for part in parts)
 
     second = hosts.run(up)
     assert second.code == 2
@@ -72,7 +64,7 @@ def test_the_guide_on_one_host(hosts):
 
     assert host.end(signal.SIGINT) == 0
     assert "the pool ends with its master" in host.said
-    assert [pid for pid in pids if not is_gone(pid)] == []
+    assert all(part.has_ended for part in parts)
     told = hosts.run(doctor)
     assert told.code == 1
     assert "`workmem cluster up` starts one" in told.out

@@ -13,7 +13,6 @@ from rich.console import Console
 from workmem import __version__
 from workmem.cli.options import ConfigFile, Settings
 from workmem.cli.steps import Steps
-from workmem.cluster.admin import AdminError
 from workmem.cluster.config import ClusterConfig
 from workmem.cluster.hosting import Hosting
 from workmem.cluster.view import look
@@ -76,9 +75,6 @@ def _advice(settings: ClusterConfig, hosting: Hosting) -> str:
 
 def _capacity(settings: ClusterConfig, hosting: Hosting) -> str:
     size = parse_bytes(settings.segment_bytes, "$.cluster.segment_bytes")
-    try:
-        found = look(hosting.admin_urls).pool
-    except AdminError:
-        found = None
+    found = look(hosting.admin_urls).pool
     size = max(size, found.capacity_bytes if found else 0)
     return format_bytes(size).replace(" ", "") if size else "16GiB"

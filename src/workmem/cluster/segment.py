@@ -98,7 +98,7 @@ class SegmentProcess:
         with process.stdout as said:
             for line in said:
                 # Its libraries write to the same place.
-                if not heard.is_set() and line.startswith(b'{"segment"'):
+                if process is self._process and not heard.is_set() and line.startswith(b'{"segment"'):
                     self._word = msgspec.json.decode(line, type=Word)
                     heard.set()
         heard.set()

@@ -79,14 +79,15 @@ def test_an_abort_while_pages_are_loaded_aside(engine, monkeypatch):
         return tokens, tokens > 0
 
     monkeypatch.setattr(side, "match", aside)
-    worker = engine.worker._worker
-    copied = worker._copied
+    loading = engine.worker._worker._loading
+    copied, ended = loading._copied, []
 
-    def slow(lease, blocks):
+    def slow(*given):
         gate.wait(30)
-        return copied(lease, blocks)
+        ended.append(copied(*given))
+        return ended[-1]
 
-    monkeypatch.setattr(worker, "_copied", slow)
+    monkeypatch.setattr(loading, "_copied", slow)
     llm = engine.llm.llm_engine
     llm.add_request("x", {"prompt_token_ids": ids}, SamplingParams(temperature=0, max_tokens=4))
     llm.step()
@@ -97,6 +98,8 @@ def test_an_abort_while_pages_are_loaded_aside(engine, monkeypatch):
     for seed in range(50, 53):
         engine.ask(prompt(200, seed), n=2)
     assert engine.core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() >= 18
+    assert ended
+    assert ended[0] > 0, "they came all the same, to blocks that nobody else had by then"
     assert not side._requests
     engine.saved()
     engine.host.store.audit()

@@ -185,7 +185,11 @@ def test_a_store_killed_in_the_middle_of_a_load(engine: Both, way: str, moment: 
     engine.forget()
     with monkeypatch.context() as patch:
         loader, _ = one_loads(engine, way, patch)
-        at = (loader._store, "lease") if moment == "before the lease" else (getattr(loader, "_loading", loader), "_copied")
+        at = (
+            (loader._store, "lease")
+            if moment == "before the lease"
+            else (getattr(loader, "_loading", loader), "_copied")
+        )
         first_time(patch, *at, lambda: engine.host.end(signal.SIGKILL))
         assert engine.tokens(ids) == wanted
     assert engine.host.process.poll() is not None, "nothing was loaded"

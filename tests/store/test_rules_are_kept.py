@@ -25,8 +25,9 @@ def test_rule_is_written_and_cited(number):
 
 def test_every_test_named_by_a_page_exists():
     defined = set()
-    for path in (ROOT / "tests").rglob("test_*.py"):
-        found = re.findall(r"^(?:async )?def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    suites = (ROOT / "src" / "workmem" / "testing").rglob("*_suite.py")
+    for path in [*(ROOT / "tests").rglob("test_*.py"), *suites]:
+        found = re.findall(r"^ *(?:async )?def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
         defined |= set(found)
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     named = {name for page in pages for name in re.findall(r"`(test_\w+)`", page.read_text(encoding="utf-8"))}

@@ -190,6 +190,19 @@ def test_a_sound_pool_is_called_sound():
     assert all(one.found and not one.advice for one in findings)
 
 
+def test_masters_of_other_pools_on_this_host_are_none_of_its_business():
+    other = program(metrics_port="19003", rpc_port="51999", client_ttl="1", eviction_high_watermark_ratio="1")
+    case = replace(CASE, **here(programs=(program(), other)))
+    assert case.masters == (program(),)
+    assert [one for one in examine(case) if one.verdict is not Verdict.OK] == []
+
+
+@pytest.mark.parametrize("told", [{}, {"port": "50051"}, {"rpc_port": "50051", "metrics_port": "1"}])
+def test_a_master_started_by_hand_is_of_the_pool_that_takes_its_ports(told):
+    by_hand = Program(pid=9, name="mooncake_master", flags=told, variables={})
+    assert replace(CASE, **here(programs=(by_hand,))).masters == (by_hand,)
+
+
 @pytest.mark.parametrize(("check", "change", "advice"), spread(WRONG))
 def test_a_mistake_is_found_and_only_where_it_is(check, change, advice):
     bad = {one.check: one for one in examine(replace(CASE, **change)) if one.verdict is Verdict.WRONG}

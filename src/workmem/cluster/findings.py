@@ -49,8 +49,15 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def masters(self) -> tuple[Program, ...]:
-        """Those that run on this host."""
-        return tuple(one for one in self.here.programs if one.name == "mooncake_master")
+        """Those of this pool that run on this host. One of another pool may be told what it likes."""
+        asked = {view.url.rpartition(":")[2] for view in self.view.masters}
+        joined = {str(self.config.port), self.config.master.rpartition(":")[2]}
+        return tuple(
+            one
+            for one in self.here.programs
+            if one.name == "mooncake_master"
+            and (one.flags.get("metrics_port", "9003") in asked or _rpc_port(one) in joined)
+        )
 
     @property
     def clients(self) -> tuple[Program, ...]:
@@ -63,6 +70,12 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         hosts = {segment.host for segment in self.view.segments}
         master = self.config.master.rpartition(":")[0].removeprefix("etcd://")
         return bool(hosts - {self.config.host}) or (bool(master) and not is_loopback(master))
+
+
+def _rpc_port(master: Program) -> str:
+    """As Mooncake reads it: `port` is the older name of `rpc_port`."""
+    said = master.flags.get("rpc_port", "0")
+    return master.flags.get("port", "50051") if said == "0" else said
 
 
 def is_loopback(host: str) -> bool:

@@ -98,7 +98,6 @@ class Bench:
         self.absent: dict[str, dict[str, Any]] = {
             kind.name: {"error": kind.why_absent} for kind in wanted if kind.why_absent
         }
-        self.versions: dict[str, dict[str, Any]] = {}
         self.skipped: list[str] = []
 
     def run(self) -> None:
@@ -136,7 +135,7 @@ class Bench:
                 "kv_transfer_config": system.options.get("kv_transfer_config"),
             }
             worker = Worker(system, self._folder / f"{folder.name}.log", START_S)
-            self.versions[kind.name] = worker.versions
+            self._journal.keep_versions(kind.name, worker.versions)
             self._warm(worker)
             found = worker.ask(
                 3 * self._mode.budget_s, do="play", sessions=self._sessions(has_levers=kind.name == OURS)
@@ -320,7 +319,7 @@ def main() -> None:
         "machine": machine | {"load_1m_end": os.getloadavg()[0]},
         "config": config,
         "systems": [kind.name for kind in wanted],
-        "versions": bench.versions,
+        "versions": journal.versions,
         "absent": bench.absent,
         "rows": rows,
         "compared": compared,

@@ -132,7 +132,6 @@ class Bench:
         self._workers: dict[str, Worker] = {}
         self._paces: dict[str, Pace] = {}
         self.absent: dict[str, str] = {}
-        self.versions: dict[str, dict[str, Any]] = {}
         # Cheap ones first: should time run out, what is missing are the few long ones.
         self._units = sorted(
             (Unit(n, b) for n in mode.prompt_tokens for b in mode.batches),
@@ -172,7 +171,7 @@ class Bench:
                 self._console.log(f"{name} is absent: {error}")
                 continue
             self._workers[name] = worker
-            self.versions[name] = worker.versions
+            self._journal.keep_versions(name, worker.versions)
             self._warm(name, worker)
             worker.pause()
 
@@ -357,7 +356,7 @@ def main() -> None:
             }
             for system in systems
         },
-        "versions": bench.versions,
+        "versions": journal.versions,
         "absent": bench.absent,
         "rows": rows,
         "ratios": ratios(journal.done, OURS),

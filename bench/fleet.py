@@ -94,7 +94,6 @@ class Bench:
         self._tags: list[str] = []
         self._slowest_s = 0.0
         self.absent: dict[str, str] = {}
-        self.versions: dict[str, dict[str, Any]] = {}
         self.skipped: list[str] = []
 
     def run(self) -> None:
@@ -186,7 +185,7 @@ class Bench:
             self._console.log(f"{arm.name} {self.absent[arm.name]}")
             self._end(arm.name)
             return
-        self.versions[arm.name] = worker.versions
+        self._journal.keep_versions(arm.name, worker.versions)
         worker.pause()
 
     def _end(self, name: str) -> None:
@@ -397,7 +396,7 @@ def main() -> None:
         "machine": machine | {"load_1m_end": os.getloadavg()[0]},
         "config": config,
         "systems": [arm.name for arm in arms],
-        "versions": bench.versions,
+        "versions": journal.versions,
         "absent": bench.absent,
         "rows": rows,
         "totals": summed,

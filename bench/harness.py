@@ -136,12 +136,16 @@ class Journal:
         self._path = path
         self._config = json.loads(json.dumps(config))
         self.done: dict[str, dict[str, Any]] = {}
+        self.versions: dict[str, dict[str, Any]] = {}
+        """By system, those of earlier runs too: a run that goes on does not start what is measured already."""
         if path.exists():
             head, *lines = path.read_text().splitlines() or ["{}"]
             if json.loads(head).get("config") == self._config:
-                self.done = {entry["unit"]: entry for entry in map(_parsed, lines) if entry is not None}
+                for entry in filter(None, map(_parsed, lines)):
+                    self._read(entry)
         path.parent.mkdir(parents=True, exist_ok=True)
-        body = [{"config": self._config}, *self.done.values()]
+        known = [{"versions_of": name, "versions": found} for name, found in self.versions.items()]
+        body = [{"config": self._config}, *known, *self.done.values()]
         path.write_text("".join(json.dumps(entry) + "\n" for entry in body))
 
     def record(self, unit: str, **fields: Any) -> dict[str, Any]:
@@ -151,6 +155,20 @@ class Journal:
         with self._path.open("a") as file:
             file.write(json.dumps(entry) + "\n")
         return entry
+
+    def keep_versions(self, system: str, versions: dict[str, Any]) -> None:
+        """What a system that started says it is made of."""
+        if self.versions.get(system) == versions:
+            return
+        self.versions[system] = versions
+        with self._path.open("a") as file:
+            file.write(json.dumps({"versions_of": system, "versions": versions}) + "\n")
+
+    def _read(self, entry: dict[str, Any]) -> None:
+        if "versions_of" in entry:
+            self.versions[entry["versions_of"]] = entry["versions"]
+        else:
+            self.done[entry["unit"]] = entry
 
     def close(self) -> None:
         """Forget the journal: the result file has everything."""

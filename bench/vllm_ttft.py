@@ -113,7 +113,6 @@ class Bench:
         self.absent: dict[str, dict[str, Any]] = {
             kind.name: {"error": kind.why_absent} for kind in wanted if kind.why_absent
         }
-        self.versions: dict[str, dict[str, Any]] = {}
         self.skipped: list[str] = []
 
     @property
@@ -277,7 +276,7 @@ class Bench:
                 given = {"servers": started, "kv_transfer_config": system.options.get("kv_transfer_config")}
                 self.absent[name] |= {"python": str(system.python), **given}
             return
-        self.versions[name] = worker.versions
+        self._journal.keep_versions(name, worker.versions)
         self._block_tokens[name] = worker.versions["block_tokens"]
         if kind.is_paused:
             worker.pause()
@@ -393,7 +392,7 @@ def main() -> None:
         "config": config,
         "threads": shared["cores"],
         "systems": [kind.name for kind in wanted],
-        "versions": bench.versions,
+        "versions": journal.versions,
         "absent": bench.absent,
         "rows": rows,
         "ratios": compared,

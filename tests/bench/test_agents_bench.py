@@ -305,6 +305,21 @@ def test_a_run_goes_on_with_the_arm_that_it_ended_in(tmp_path: Path, load: Load,
     assert played(machine) == [PLAIN, OURS, ALONE]
 
 
+def test_what_arms_of_an_earlier_run_were_made_of_is_still_known(
+    tmp_path: Path, load: Load, machine: Machine
+):
+    once = MODE._replace(repetitions=1)
+    machine.dies_at = (PLAIN, 1)
+    with pytest.raises(KeyboardInterrupt):
+        bench_in(tmp_path, load, once)[0].run()
+    machine.dies_at, machine.asked = ("", 0), []
+    bench, journal = bench_in(tmp_path, load, once)
+    bench.run()
+    assert played(machine) == [PLAIN]
+    assert journal.versions == {name: {"vllm": "0"} for name in (ALONE, OURS, PLAIN)}
+    assert all("arm" in entry for entry in journal.done.values())
+
+
 def test_one_that_cannot_start_is_absent_and_the_others_go_on(tmp_path: Path, load: Load, machine: Machine):
     machine.refused = OURS
     bench, journal = bench_in(tmp_path, load)

@@ -6,7 +6,14 @@ import ipaddress
 
 import pytest
 
-from workmem.cluster.addresses import OwnAddress, is_own, own_addresses, refuse_public, refuse_public_device
+from workmem.cluster.addresses import (
+    OwnAddress,
+    is_own,
+    is_reached,
+    own_addresses,
+    refuse_public,
+    refuse_public_device,
+)
 from workmem.cluster.config import ClusterConfig
 from workmem.cluster.hosting import Hosting
 from workmem.core.errors import ConfigError
@@ -31,9 +38,16 @@ def test_public_and_wildcard_addresses_are_refused_unless_told(host):
     refuse_public("admin_host", host, allowed=True)
 
 
-def test_a_name_without_an_address_is_refused_whatever_is_allowed():
-    with pytest.raises(ConfigError, match=r"\$\.cluster\.host: 'no-such-host\.invalid' has no address"):
-        refuse_public("host", "no-such-host.invalid", allowed=True)
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "a..b", "x" * 64, "a\0b"])
+def test_a_name_without_an_address_is_refused_whatever_is_allowed(host):
+    with pytest.raises(ConfigError, match=r"has no address") as refused:
+        refuse_public("host", host, allowed=True)
+    assert str(refused.value).startswith(f"$.cluster.host: {host!r} ")
+
+
+@pytest.mark.parametrize("address", ["a..b:50051", "127.0.0.1:port", "10.0.0.1:"])
+def test_nobody_is_reached_at_what_is_no_address(address):
+    assert not is_reached(address)
 
 
 def test_memory_of_a_host_with_a_public_address_is_refused_unless_told():
@@ -58,11 +72,12 @@ def test_nothing_starts_on_every_address(key):
         Hosting(ClusterConfig(port=0, admin_port=0, **{key: "0.0.0.0"}), lambda text: None)
 
 
-def test_an_address_of_another_host_is_refused():
-    with pytest.raises(
-        ConfigError, match=r"\$\.cluster\.host: '198\.51\.100\.77' is no address of this host"
-    ):
-        Hosting(ClusterConfig(host="198.51.100.77", port=0), lambda text: None)
+@pytest.mark.parametrize("settings", [{"port": 0, "admin_port": 0}, {"port": 0}])
+@pytest.mark.parametrize("key", ["host", "admin_host"])
+def test_an_address_of_another_host_is_refused(key, settings):
+    said = rf"\$\.cluster\.{key}: '10\.9\.9\.9' is no address of this host"
+    with pytest.raises(ConfigError, match=said):
+        Hosting(ClusterConfig(allow_public=True, **settings, **{key: "10.9.9.9"}), lambda text: None)
 
 
 def test_nothing_to_run_is_refused():

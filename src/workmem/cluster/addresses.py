@@ -35,7 +35,7 @@ def resolve(host: str) -> list[Address]:
         return [ipaddress.IPv4Address(0)]
     try:
         found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
-    except OSError:
+    except (OSError, ValueError):  # ValueError: no name at all, such as 'a..b'.
         return []
     return sorted({ipaddress.ip_address(str(entry[4][0]).split("%")[0]) for entry in found}, key=str)
 
@@ -124,6 +124,6 @@ def is_reached(address: str) -> bool:
         return False
     try:
         socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
-    except OSError:
+    except (OSError, ValueError):  # ValueError: no name, or no port.
         return False
     return True

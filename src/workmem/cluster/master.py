@@ -73,10 +73,10 @@ class MasterProcess:
     def __init__(self, config: ClusterConfig) -> None:
         self._config = config
         self._program = master_program()
-        self.port = config.port or _free_port(config.host)
-        self.admin_port = config.admin_port or _free_port(config.admin_host)
-        self._refuse_taken("port", config.host, self.port)
-        self._refuse_taken("admin_port", config.admin_host, self.admin_port)
+        self.port = config.port or _free_port("host", config.host)
+        self.admin_port = config.admin_port or _free_port("admin_host", config.admin_host)
+        self._refuse_taken("host", "port", config.host, self.port)
+        self._refuse_taken("admin_host", "admin_port", config.admin_host, self.admin_port)
         self.admin = Admin(f"http://{_url_host(config.admin_host)}:{self.admin_port}")
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -134,30 +134,31 @@ class MasterProcess:
             self._process.wait()
         self._process = None
 
-    def _refuse_taken(self, key: str, host: str, port: int) -> None:
+    def _refuse_taken(self, host_key: str, port_key: str, host: str, port: int) -> None:
         try:
             with socket.create_server((host, port), family=_family(host)):
                 pass
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
-                raise _not_own(host) from error
+                raise _not_own(host_key, host) from error
             raise ConfigError(
-                f"$.cluster.{key}: {host}:{port} cannot be listened on ({os.strerror(error.errno or 0)}); where a master runs there already, "
+                f"$.cluster.{port_key}: {host}:{port} cannot be listened on ({os.strerror(error.errno or 0)}); where a master runs there already, "
                 f"join it with cluster.master={self._config.host}:{self._config.port}, else take another port, or 0 for a free one"
             ) from error
 
 
-def _free_port(host: str) -> int:
+def _free_port(key: str, host: str) -> int:
     try:
         with socket.create_server((host, 0), family=_family(host)) as found:
             return int(found.getsockname()[1])
     except OSError as error:
-        raise _not_own(host) from error
+        raise _not_own(key, host) from error
 
 
-def _not_own(host: str) -> ConfigError:
+def _not_own(key: str, host: str) -> ConfigError:
+    other = ", or the master's in cluster.master" if key == "host" else ""
     return ConfigError(
-        f"$.cluster.host: {host!r} is no address of this host; write one that `ip address` lists, or the master's in cluster.master"
+        f"$.cluster.{key}: {host!r} is no address of this host; write one that `ip address` lists{other}"
     )
 
 

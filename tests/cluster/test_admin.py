@@ -14,6 +14,7 @@ from workmem.cluster.admin import Admin, AdminError, DrainResult
 from workmem.cluster.config import ClusterConfig
 from workmem.cluster.hosting import Hosting
 from workmem.cluster.view import look
+from workmem.core.errors import TransferError
 
 SERVING = {"role": "leader", "ha_state": "serving", "service_ready": True, "leader_address": None, "new": 1}
 METRICS = """# TYPE master_key_count gauge
@@ -184,3 +185,35 @@ def test_what_dies_young_waits_longer_each_time(monkeypatch):
     restarts.began()
     now[0] += 61
     assert restarts.died() == 0.5
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://a..b:9003", "http://127.0.0.1:port"])
+def test_at_what_is_no_url_nobody_answers(url):
+    found = look([url])
+    assert found.pool is None
+    assert found.masters[0].problem.startswith(f"no answer from {url}: ")
+
+
+class Refused:
+    """A segment that Mooncake does not take."""
+
+    size_bytes, name, problem, exit_code = 1, "", "Mooncake says -600", 1
+
+    def __init__(self, config: ClusterConfig, master: str) -> None: ...
+
+    def start(self) -> None: ...
+
+    def wait(self, timeout_s: float) -> bool:
+        return False
+
+    def stop(self) -> None: ...
+
+
+def test_a_segment_that_is_not_taken_says_which_settings_to_look_at(master, monkeypatch):
+    monkeypatch.setattr(hosting, "SegmentProcess", Refused)
+    config = ClusterConfig(master=master.url.removeprefix("http://"), start_s=0.1, allow_public=True)
+    with pytest.raises(TransferError) as refused:
+        Hosting(config, lambda text: None).start()
+    said = str(refused.value)
+    assert "Mooncake says -600" in said
+    assert all(f"cluster.{key}" in said for key in ("segment_bytes", "protocol", "devices", "start_s"))

@@ -137,15 +137,16 @@ class Admin:
 
     def _ask(self, method: str, path: str, body: bytes | None = None) -> bytes:
         # The pattern of the setting lets http:// through and nothing else; proxies know nothing of a private network.
-        request = urllib.request.Request(self.url + path, data=body, method=method)  # noqa: S310
-        request.add_header("Content-Type", "application/json")
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
+            request = urllib.request.Request(self.url + path, data=body, method=method)  # noqa: S310
+            request.add_header("Content-Type", "application/json")
             with opener.open(request, timeout=ASK_S) as answer:
                 return answer.read(_BYTES_MAX)
         except urllib.error.HTTPError as error:
             with error:
-                said = error.read(200).decode(errors="replace").strip()
+                # A page of another server has lines.
+                said = " ".join(error.read(200).decode(errors="replace").split())
             raise AdminError(f"{self.url}{path} answers {error.code}: {said}") from error
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise AdminError(f"no answer from {self.url}: {error}") from error

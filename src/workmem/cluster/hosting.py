@@ -154,7 +154,9 @@ class Hosting:
                 raise ConfigError(why.replace("$.store.below.tier", "$.cluster.segment_bytes"))
             if time.monotonic() >= until:
                 raise TransferError(
-                    f"this host's segment cannot join the pool of {self.master_address} within {self._config.start_s:g} s: {why}"
+                    f"this host's segment cannot join the pool of {self.master_address} within {self._config.start_s:g} s: {why}. "
+                    "What Mooncake wrote above says more; give what this host has (cluster.segment_bytes, cluster.protocol, "
+                    "cluster.devices), or more time (cluster.start_s)"
                 )
             time.sleep(_LOOK_S)
         self._restarts["segment"].began()

@@ -41,7 +41,7 @@ STEP = @printf '\n\033[1m==> %s\033[0m\n'
 
 .PHONY: help
 help: ## List these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: serve
 serve: model ## Install, prepare the model, serve on 127.0.0.1:8000
@@ -132,7 +132,9 @@ model: $(VENV)/.stamp-run ## Prepare the model (once, some 20 s)
 .PHONY: mooncake-libraries
 mooncake-libraries: ## Install what Mooncake needs of the system (Debian, Ubuntu; as root)
 	$(STEP) 'libraries of the system: $(MOONCAKE_LIBRARIES)'
-	@[ "$$(id -u)" = 0 ] || { echo "as root: apt-get install $(MOONCAKE_LIBRARIES)"; exit 1; }
+	@[ "$$(id -u)" = 0 ] || \
+	  { echo "Mooncake, which tests run, needs libraries of the system: run 'sudo make mooncake-libraries' (on Debian and Ubuntu;"; \
+	    echo "elsewhere install what holds $(MOONCAKE_LIBRARIES)), then the same command again"; exit 1; }
 	@apt-get update -qq
 	@DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(MOONCAKE_LIBRARIES)
 

@@ -42,7 +42,19 @@ from harness import (
 )
 from rich.console import Console
 from systems import Worker, WorkerFailed
-from vllm_systems import OURS, SOURCE, Kind, Place, add_dtype, kinds, new_tag, ours, sweep, system_of
+from vllm_systems import (
+    OURS,
+    SOURCE,
+    Kind,
+    Place,
+    add_dtype,
+    add_pythons,
+    kinds,
+    new_tag,
+    ours,
+    sweep,
+    system_of,
+)
 
 POOL_SHARE = 0.25
 BLOCK_TOKENS = 32
@@ -260,11 +272,7 @@ def shared_options(arguments: argparse.Namespace, mode: Mode, load: Load) -> dic
 
 def parsed(words: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__ or "", "agents", quick=QUICK, full=FULL, smoke=SMOKE)
-    parser.add_argument(
-        "--vllm-python", type=Path, required=True, help="Python of an environment with vLLM for CPU"
-    )
-    parser.add_argument("--lmcache-python", type=Path, help="Python of an environment with LMCache")
-    parser.add_argument("--mooncake-python", type=Path, help="Python of an environment with Mooncake")
+    add_pythons(parser)
     add_dtype(parser, environment()["cpu_flags"])
     parser.add_argument("--folder", type=Path, help="disk the tiers live on; default: the temporary one")
     parser.add_argument("--only", action="append", help="only this arm; may be repeated")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fleet_load import encoder_of, pools_of
+from fleet_load import cut, encoder_of, pools_of
 
 EXCERPT = Path(__file__).parent / "sessions" / "coding.json"
 SCALE = 16
@@ -261,13 +261,7 @@ class Load:
         return unique + self._part("system", tokens - len(unique))
 
     def _part(self, kind: str, tokens: int) -> list[int]:
-        """A cut of that kind's texts at a random place, behind its head: `tokens` ids in all."""
-        pool = self._pools[kind]
-        ids = list(self._heads[kind])[:tokens]
-        while len(ids) < tokens:
-            start = self._random.randrange(len(pool))
-            ids += pool[start : start + tokens - len(ids)]
-        return ids
+        return cut(self._random, self._heads[kind], self._pools[kind], tokens)
 
 
 def load_of(size: Size, model: Path, folder: Path | None, seed: int) -> Load:

@@ -85,13 +85,16 @@ class Load:
         return answers
 
     def _part(self, kind: str, tokens: int) -> list[int]:
-        """A cut of that kind's texts at a random place, behind its head: `tokens` ids in all."""
-        pool = self._pools[kind]
-        ids = list(self._heads[kind])[:tokens]
-        while len(ids) < tokens:
-            start = self._random.randrange(len(pool))
-            ids += pool[start : start + tokens - len(ids)]
-        return ids
+        return cut(self._random, self._heads[kind], self._pools[kind], tokens)
+
+
+def cut(chance: random.Random, head: list[int], pool: list[int], tokens: int) -> list[int]:
+    """`tokens` ids in all: `head`, and behind it what stands in `pool` from random places on."""
+    ids = list(head)[:tokens]
+    while len(ids) < tokens:
+        start = chance.randrange(len(pool))
+        ids += pool[start : start + tokens - len(ids)]
+    return ids
 
 
 def load_of(size: Size, model: Path, folder: Path | None, seed: int) -> Load:

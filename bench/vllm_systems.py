@@ -60,6 +60,15 @@ def fastest_dtype(cpu_flags: Iterable[str]) -> str:
     return "bfloat16" if BF16_FLAGS & set(cpu_flags) else "float32"
 
 
+def add_pythons(parser: argparse.ArgumentParser) -> None:
+    """The options that say where vLLM and its peers live."""
+    parser.add_argument(
+        "--vllm-python", type=Path, required=True, help="Python of an environment with vLLM for CPU"
+    )
+    parser.add_argument("--lmcache-python", type=Path, help="Python of an environment with LMCache")
+    parser.add_argument("--mooncake-python", type=Path, help="Python of an environment with Mooncake")
+
+
 def add_dtype(parser: argparse.ArgumentParser, cpu_flags: Iterable[str]) -> None:
     """The option that says in what all of them compute."""
     parser.add_argument(

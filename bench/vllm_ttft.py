@@ -46,6 +46,7 @@ from vllm_systems import (
     Kind,
     Place,
     add_dtype,
+    add_pythons,
     drop_page_cache,
     kinds,
     new_tag,
@@ -342,11 +343,7 @@ def shared_options(arguments: argparse.Namespace, max_context: int) -> dict[str,
 
 def parsed(words: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__ or "", "vllm-ttft", quick=QUICK, full=FULL, smoke=SMOKE)
-    parser.add_argument(
-        "--vllm-python", type=Path, required=True, help="Python of an environment with vLLM for CPU"
-    )
-    parser.add_argument("--lmcache-python", type=Path, help="Python of an environment with LMCache")
-    parser.add_argument("--mooncake-python", type=Path, help="Python of an environment with Mooncake")
+    add_pythons(parser)
     add_dtype(parser, environment()["cpu_flags"])
     parser.add_argument("--folder", type=Path, help="disk the tiers live on; default: the temporary one")
     parser.add_argument(

@@ -34,6 +34,7 @@ from workmem.store.tiers.mooncake.shelf import Shelf
 from workmem.store.tiers.mooncake.tier import mooncake_tier
 from workmem.testing.pages import Chain, namespace
 from workmem.testing.waiting import wait_until
+from workmem.transfer import mooncake_library
 
 
 def held(chain: Chain, indices, length: int = 8192, header_sum: int = 7) -> list[HeldPage]:
@@ -85,7 +86,7 @@ def test_what_is_not_installed_is_said(monkeypatch, error, said):
     def refuse(name):
         raise error
 
-    monkeypatch.setattr(link.importlib, "import_module", refuse)
+    monkeypatch.setattr(mooncake_library.importlib, "import_module", refuse)
     with pytest.raises(ConfigError, match=said):
         mooncake_tier({"master": "127.0.0.1:9", "capacity": "1MiB"}).open(ArenaMemory(0, 0))
 

@@ -219,13 +219,16 @@ def test_every_module_says_what_it_is(path):
     assert not module.body or ast.get_docstring(module)
 
 
+_LOADED = re.compile(r"(?:import_module|load_mooncake)\(\"(mooncake[\w.]*)\"")
+
+
 def test_one_file_talks_to_each_of_mooncake_s_modules():
     """Its answers are told apart once: what is imported elsewhere would believe its 0."""
     talks = {
         (name_of(path), module)
         for path in FILES
         if not name_of(path).startswith("testing/")
-        for module in re.findall(r"import_module\(\"(mooncake[\w.]*)\"\)", path.read_text(encoding="utf-8"))
+        for module in _LOADED.findall(path.read_text(encoding="utf-8"))
     }
     imports = {
         name_of(path) for path in FILES for node in ast.walk(parse(path)) if "mooncake" in imported(node)

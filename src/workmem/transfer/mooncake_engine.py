@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import importlib
-import logging
 import mmap
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -13,21 +10,10 @@ from types import ModuleType
 
 import numpy as np
 
-from workmem.core.errors import ConfigError, TransferError
+from workmem.core.errors import TransferError
 from workmem.transfer.contract import Access, Described, Memory, Moved, Outcome, Part
+from workmem.transfer.mooncake_library import LATE_S, hush, load_mooncake
 
-log = logging.getLogger(__name__)
-
-TIMEOUT_S = 3.0
-"""Longest that the engine waits for a peer that took the connection and says nothing."""
-_ENVIRONMENT = {
-    b"MC_TCP_STATUS_TIMEOUT_SEC": b"%d" % TIMEOUT_S,
-    b"MC_TCP_PROGRESS_TIMEOUT_SEC": b"%d" % TIMEOUT_S,
-    b"MC_HANDSHAKE_CONNECT_TIMEOUT": b"%d" % TIMEOUT_S,
-    b"MC_LOG_LEVEL": b"ERROR",
-}
-"""Read by the engine as it starts. Whoever set them knows better."""
-_SILENT = 4
 PROTOCOLS = {
     "tcp": "TcpTransport",
     "rdma": "RdmaTransport",
@@ -118,7 +104,7 @@ class MooncakeMover:
                 [part.size for part in some],
             )
             if code:
-                late = time.monotonic() - started >= 0.8 * TIMEOUT_S
+                late = time.monotonic() - started >= LATE_S
                 return Moved(Outcome.TIMED_OUT if late else Outcome.FAILED, is_clean=False)
         return Moved(Outcome.DONE)
 
@@ -133,21 +119,8 @@ class MooncakeMover:
 
 def load_engine() -> ModuleType:
     """Mooncake's engine. Raises ConfigError, saying what to install, where it is not there or does not load."""
-    setenv = ctypes.CDLL(None).setenv
-    for name, value in _ENVIRONMENT.items():
-        setenv(name, value, 0)
-    try:
-        module = importlib.import_module("mooncake.engine")
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            "transfers between hosts need Mooncake, which is not installed: pip install 'workmem[mooncake]'"
-        ) from error
-    except ImportError as error:
-        raise ConfigError(
-            f"Mooncake is installed and does not load ({error}). It needs libraries of the system; "
-            "on Debian and Ubuntu: apt-get install libibverbs1 librdmacm1 libnuma1 libcurl4"
-        ) from error
-    _hush(module)
+    module = load_mooncake("mooncake.engine", "a transfer between hosts")
+    hush(module)
     return module
 
 
@@ -160,15 +133,6 @@ def built_protocols(module: ModuleType) -> frozenset[str]:
         return frozenset(
             name for name, kind in PROTOCOLS.items() if words.find(f"{len(kind)}{kind}E".encode()) >= 0
         )
-
-
-def _hush(module: ModuleType) -> None:
-    """Its log goes to stderr whatever it is told."""
-    for library in Path(str(module.__file__)).parent.parent.glob("mooncake_transfer_engine*.libs/libglog*"):
-        try:
-            ctypes.c_int.in_dll(ctypes.CDLL(str(library)), "_ZN3fLI17FLAGS_minloglevelE").value = _SILENT
-        except (OSError, ValueError) as error:
-            log.debug("Mooncake's log cannot be turned down: %s", error)
 
 
 def _address(memory: Memory) -> int:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
-import importlib
-import logging
 import socket
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import msgspec
 
-from workmem.core.errors import ConfigError
 from workmem.store.tiers.mooncake.memory import Span, joined
 from workmem.store.tiers.mooncake.objects import PoolObject
 from workmem.store.tiers.mooncake.options import MooncakeOptions, segment_bytes
@@ -23,29 +18,17 @@ from workmem.store.tiers.mooncake.outcomes import (
     HAS_LEASE,
     NOT_FOUND,
     RPC_FAILED,
-    TIMEOUT_S,
     GetResult,
     PutResult,
     get_result,
     put_result,
 )
-
-log = logging.getLogger(__name__)
+from workmem.transfer.mooncake_library import hush, load_mooncake
 
 SCRATCH_BYTES = 16 * 2**20
 """What the client keeps for values that are not in the arena: words of the ledger."""
 _CONNECT_S = 2.0
 _SETUP_S = 15.0
-_ENVIRONMENT = {
-    b"MC_TCP_STATUS_TIMEOUT_SEC": b"%d" % TIMEOUT_S,
-    b"MC_TCP_PROGRESS_TIMEOUT_SEC": b"%d" % TIMEOUT_S,
-    b"MC_RPC_TIMEOUT_MS": b"%d" % (1000 * TIMEOUT_S),
-    b"MC_RPC_CONNECT_TIMEOUT_MS": b"1000",
-    b"MC_LOG_LEVEL": b"ERROR",
-}
-"""Read by the engine as it starts. Whoever set them knows better."""
-_SILENT = 4
-"""Above the highest level of its log: what fails is an answer here, and told by us."""
 
 
 class MasterAwayError(OSError):
@@ -65,14 +48,14 @@ class Link:
 
     def __init__(self, options: MooncakeOptions) -> None:
         """Raises ConfigError where Mooncake is not installed, OSError where there is no master."""
-        self._module = _mooncake()
+        self._module = load_mooncake("mooncake.store", "$.store.below.tier: mooncake")
         self._segment_bytes = segment_bytes(options)
         self._client = _set_up(self._module, options)
         self._put_config = self._module.ReplicateConfig()
         if self._segment_bytes:
             # Own memory takes a copy, another's a journey.
             self._put_config.preferred_segment = self.segment_name
-        _hush(self._module)
+        hush(self._module)
 
     @property
     def segment_name(self) -> str:
@@ -180,33 +163,6 @@ def _result_of_ranges(codes: Sequence[int], one: Wanted, seconds: float) -> GetR
         if found is not GetResult.ARRIVED:
             return found
     return GetResult.ARRIVED
-
-
-def _mooncake() -> ModuleType:
-    setenv = ctypes.CDLL(None).setenv
-    for name, value in _ENVIRONMENT.items():
-        setenv(name, value, 0)
-    try:
-        return importlib.import_module("mooncake.store")
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            "$.store.below.tier: mooncake needs Mooncake, which is not installed: pip install 'workmem[mooncake]'"
-        ) from error
-    except ImportError as error:
-        raise ConfigError(
-            f"$.store.below.tier: Mooncake is installed and does not load ({error}). It needs libraries of the system; "
-            "on Debian and Ubuntu: apt-get install libibverbs1 librdmacm1 libnuma1 libcurl4"
-        ) from error
-
-
-def _hush(module: ModuleType) -> None:
-    """Its log goes to stderr whatever it is told, a line for every page that is not there."""
-    libraries = Path(str(module.__file__)).parent.parent.glob("mooncake_transfer_engine*.libs/libglog*")
-    for library in libraries:
-        try:
-            ctypes.c_int.in_dll(ctypes.CDLL(str(library)), "_ZN3fLI17FLAGS_minloglevelE").value = _SILENT
-        except (OSError, ValueError) as error:
-            log.debug("Mooncake's log cannot be turned down: %s", error)
 
 
 def _set_up(module: ModuleType, options: MooncakeOptions) -> Any:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from workmem.transfer.mooncake_library import LATE_S
+
 
 class PutResult(StrEnum):
     """One object after a put, and after a look at where it lies."""
@@ -39,11 +41,8 @@ class GetResult(StrEnum):
     BROKEN = "broken"
 
 
-NO_ROOM, BAD_ARGUMENT, NOT_FOUND, HAS_LEASE, LEASE_LOST = -200, -600, -704, -706, -707
+NO_ROOM, NOT_FOUND, HAS_LEASE, LEASE_LOST = -200, -704, -706, -707
 TRANSFER_FAILED, RPC_FAILED = -800, -900
-TIMEOUT_S = 3.0
-"""Longest that Mooncake waits for a peer that took the connection and says nothing."""
-_LATE_S = 0.8 * TIMEOUT_S
 
 _PUTS = {0: PutResult.STORED, NO_ROOM: PutResult.NO_ROOM, RPC_FAILED: PutResult.MASTER_AWAY}
 _GETS = {NOT_FOUND: GetResult.MISS, LEASE_LOST: GetResult.LEASE_LOST, RPC_FAILED: GetResult.MASTER_AWAY}
@@ -52,7 +51,7 @@ _GETS = {NOT_FOUND: GetResult.MISS, LEASE_LOST: GetResult.LEASE_LOST, RPC_FAILED
 def put_result(code: int, seconds: float) -> PutResult:
     """What a put returned after `seconds`. STORED is to be checked."""
     if code == TRANSFER_FAILED:
-        return PutResult.TIMEOUT if seconds >= _LATE_S else PutResult.OWNER_DEAD
+        return PutResult.TIMEOUT if seconds >= LATE_S else PutResult.OWNER_DEAD
     return _PUTS.get(code, PutResult.BROKEN)
 
 
@@ -61,5 +60,5 @@ def get_result(code: int, wanted: int, seconds: float) -> GetResult:
     if code == wanted:
         return GetResult.ARRIVED
     if code == TRANSFER_FAILED:
-        return GetResult.TIMEOUT if seconds >= _LATE_S else GetResult.OWNER_DEAD
+        return GetResult.TIMEOUT if seconds >= LATE_S else GetResult.OWNER_DEAD
     return _GETS.get(code, GetResult.BROKEN)

@@ -18,10 +18,10 @@ from workmem.store.tiers.mooncake.link import Link, MasterAwayError
 from workmem.store.tiers.mooncake.links import borrow, give_back
 from workmem.store.tiers.mooncake.objects import PoolObject, names_of, prefix
 from workmem.store.tiers.mooncake.options import MooncakeOptions, capacity_bytes, object_bytes
-from workmem.store.tiers.mooncake.outcomes import TIMEOUT_S
 from workmem.store.tiers.mooncake.peers import Peers
 from workmem.store.tiers.mooncake.putting import Putting
 from workmem.store.tiers.mooncake.shelf import Shelf
+from workmem.transfer.mooncake_library import TIMEOUT_S
 
 log = logging.getLogger(__name__)
 

@@ -6,21 +6,23 @@ import itertools
 import signal
 import time
 
+import msgspec
 import pytest
 
 from workmem.core.events import BlockQuarantined
 from workmem.core.outcomes import MissReason, TierName
 from workmem.store.config import BelowConfig, DramConfig, SsdConfig, StoreConfig
 from workmem.store.store import Store
-from workmem.store.tiers.contract import Outcome, PageName, Tier
+from workmem.store.tiers.contract import Outcome, PageName, PageOut, Tier
+from workmem.store.tiers.mooncake.ledger import Log, entry_of
 from workmem.store.tiers.mooncake.links import borrow, give_back
-from workmem.store.tiers.mooncake.objects import object_name
+from workmem.store.tiers.mooncake.objects import PoolObject, object_name
 from workmem.store.tiers.mooncake.options import parse_options
 from workmem.store.tiers.mooncake.tier import MooncakeTier, mooncake_tier
 from workmem.testing.below_suite import BelowSuite
 from workmem.testing.mooncake import Master, Owner, pool
 from workmem.testing.pages import SLICED, Chain, namespace, read_all, settle
-from workmem.testing.tier_bench import page_of
+from workmem.testing.tier_bench import outcomes_of, page_of
 from workmem.testing.tier_suite import TierSuite
 from workmem.testing.waiting import wait_until
 
@@ -182,6 +184,40 @@ def test_a_page_that_another_writer_has_begun_is_not_there_and_not_lost(shared):
             assert bench.get(chain, range(4)) == [Outcome.DONE] * 4
     finally:
         give_back(parse_options(options_of(shared)))
+
+
+def test_a_page_that_is_kept_comes_back_as_it_was_put_though_another_store_has_it_with_other_bytes(shared):
+    """Two hosts that compute one block need not round alike."""
+    chain, options = Chain(namespace(), 2), options_of(shared)
+    suite = TestMooncakeTier()
+    with suite.bench(mooncake_tier(options)) as other, suite.bench(mooncake_tier(options)) as mine:
+        page = page_of(chain, 0, other.room(0))
+        other.room(0)[-1] ^= 1
+        about = msgspec.structs.replace(page.about, header_sum=page.about.header_sum ^ 1)
+        outcomes_of(1, lambda done: other.tier.put([PageOut(about, page.page)], done))
+        told = []
+        mine.tier.watch(told.extend)
+        wait_until(lambda: len(told) == 1, 10)
+        assert mine.put(chain, [0]) == [Outcome.DONE]
+        assert mine.get(chain, [0]) == [Outcome.DONE]
+
+
+def test_an_object_that_is_not_what_was_told_is_a_miss_and_harms_no_other(shared):
+    chain, options = Chain(namespace(), 8), options_of(shared)
+    suite = TestMooncakeTier()
+    with suite.bench(mooncake_tier(options)) as bench:
+        pages = tuple(page_of(chain, index, bench.room(index)).about for index in range(4))
+        link = bench.tier._session._link
+        name = object_name(options["pool"], pages)
+        assert link.write(name, bytes(pages[0].length))  # One page of the four.
+        Log(link, options["pool"]).tell(entry_of([PoolObject(name, pages, "peer")]))
+        told = []
+        bench.tier.watch(told.extend)
+        wait_until(lambda: len(told) == 4, 10)
+        bench.put(chain, [7])
+        assert bench.get(chain, [3, 7]) == [Outcome.ABSENT, Outcome.DONE]
+        assert bench.get(chain, [2, 7]) == [Outcome.ABSENT, Outcome.DONE]
+        assert bench.tier.counts["get_broken"] == 1
 
 
 def test_what_is_read_slower_than_the_master_lends_is_a_miss():

@@ -7,6 +7,7 @@ import ctypes
 import threading
 import time
 
+import msgspec
 import pytest
 
 from workmem.core.errors import ConfigError
@@ -152,6 +153,17 @@ def test_an_object_goes_with_the_last_of_its_pages():
     shelf.forget("second", names)
     assert [place is not None for place in shelf.find(names)] == [False, True, True, False]
     assert shelf.used_bytes == 2 * 8192
+
+
+def test_what_this_store_put_itself_lies_where_it_put_it():
+    """Two hosts compute one block with other rounding: each is checked against the header that it knows."""
+    chain, shelf = Chain(namespace(), 3), Shelf()
+    theirs, mine = held(chain, range(3)), held(chain, range(2), header_sum=100)
+    shelf.add(PoolObject("theirs", tuple(theirs)))
+    shelf.keep(PoolObject("mine", tuple(mine)))
+    shelf.keep(PoolObject("mine", tuple(mine)))
+    assert [place.page for place in shelf.find([page.name for page in theirs])] == [*mine, theirs[2]]
+    assert (len(shelf), shelf.used_bytes, shelf.object_bytes) == (3, 3 * 8192, 5 * 8192)
 
 
 # Outcomes
@@ -308,6 +320,27 @@ def test_entries_that_are_not_what_was_written_are_left_out():
     assert follower.unreadable == 1
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"keys": (b"short",)},
+        {"parent": b""},
+        {"lengths": (0,)},
+        {"space": -1},
+        {"depth": -1},
+        {"header_sums": (-1,)},
+    ],
+)
+def test_an_entry_that_cannot_be_is_left_out_and_the_next_is_read(wrong):
+    words, chain = Words(), Chain(namespace(), 2)
+    log, follower = Log(words, "p"), Follower(words, "p")
+    entry = told(chain, [0])
+    log.tell(msgspec.structs.replace(entry, kept=(msgspec.structs.replace(entry.kept[0], **wrong),)))
+    log.tell(told(chain, [1]))
+    assert follower.look(()) == [told(chain, [1])]
+    assert follower.unreadable == 1
+
+
 def test_a_store_whose_seat_is_gone_takes_another_and_is_heard_again():
     words, chain = Words(), Chain(namespace(), 3)
     log, follower = Log(words, "p"), Follower(words, "p")
@@ -330,7 +363,7 @@ def test_where_all_seats_are_taken_nobody_is_told():
 def test_an_entry_that_contradicts_itself_is_refused():
     chain = Chain(namespace(), 2)
     entry = told(chain, range(2))
-    with pytest.raises(IndexError):
+    with pytest.raises(ValueError, match="namespace 0, and 0 are told"):
         objects_in(Entry((), entry.kept))
     started = time.monotonic()
     assert objects_in(entry)[0].pages == tuple(held(chain, range(2)))

@@ -32,7 +32,6 @@ class ClosingUp:
         self._memory = np.frombuffer(mmap.mmap(-1, bytes_max), np.uint8)
         self._base = int(self._memory.ctypes.data)
         link.register(self._base, bytes_max)
-        self.moved_bytes = 0
 
     def run(self, need_bytes: int, tell: Tell) -> None:
         """Until objects of `need_bytes` more fit below the limit, or nothing can be gained. Raises MasterAwayError."""
@@ -70,7 +69,6 @@ class ClosingUp:
             if result is PutResult.STORED and peer is not None
         ]
         self._shelf.move(old, there)
-        self.moved_bytes += sum(one.size for one in there)
         tell(there, places)
 
     def _object(self, pages: Sequence[HeldPage]) -> PoolObject:

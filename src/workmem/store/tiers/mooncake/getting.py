@@ -19,7 +19,6 @@ log = logging.getLogger(__name__)
 
 BATCH_BYTES = 8 * 2**20
 """Most that one call brings, so that the first pages of a long context come before its last."""
-_FAILED = {GetResult.MASTER_AWAY, GetResult.BROKEN}
 _SILENT = {GetResult.OWNER_DEAD, GetResult.TIMEOUT}
 
 Done = Callable[[int, Outcome], None]
@@ -44,6 +43,10 @@ class Getting:
         for index, place in enumerate(self._shelf.find([page.name for page in pages])):
             if place is None:
                 self._counts["get_unknown"] += 1
+                done(index, Outcome.ABSENT)
+            elif place.page.length != len(pages[index].into):
+                self._counts["get_unlike"] += 1
+                self._shelf.forget(place.inside.name, names_of(place.inside))
                 done(index, Outcome.ABSENT)
             elif not self._peers.may_ask(place.inside.peer):
                 # No failure of the pool: one of its owners is silent, and what it had will be gone.
@@ -72,9 +75,13 @@ class Getting:
             self._counts[f"get_{result}"] += 1
             if result in _SILENT:
                 self._left_alone(peer)
-            elif result in _FAILED:
+            elif result is GetResult.MASTER_AWAY:
                 self._peers.failed(MASTER)
-            elif result is GetResult.MISS:
+            elif result in {GetResult.MISS, GetResult.BROKEN}:
+                if result is GetResult.BROKEN:
+                    log.warning(
+                        "%s is not what was told of it; it is not asked for again", part.wanted.inside.name
+                    )
                 self._shelf.forget(part.wanted.inside.name, names_of(part.wanted.inside))
             for index in part.pages:
                 done(index, _outcome(result))
@@ -86,7 +93,7 @@ class Getting:
             # It fell silent while these waited.
             return [GetResult.OWNER_DEAD] * len(wanted)
         first = self._first(peer, wanted[0])
-        if first in _SILENT | _FAILED:
+        if first in _SILENT or first is GetResult.MASTER_AWAY:
             return [first] * len(wanted)
         results = self._results(wanted)
         if GetResult.ARRIVED in results:
@@ -155,4 +162,4 @@ def _give_up(batch: Sequence[_Part], done: Done) -> None:
 def _outcome(result: GetResult) -> Outcome:
     if result is GetResult.ARRIVED:
         return Outcome.DONE
-    return Outcome.FAILED if result in _FAILED else Outcome.ABSENT
+    return Outcome.FAILED if result is GetResult.MASTER_AWAY else Outcome.ABSENT

@@ -13,10 +13,13 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Container, Sequence
+from typing import Annotated
 
 import msgspec
 import xxhash
+from msgspec import Meta
 
+from workmem.core.keys import KEY_BYTES
 from workmem.core.layout import Namespace
 from workmem.store.tiers.contract import HeldPage, PageName
 from workmem.store.tiers.mooncake.link import Link
@@ -39,27 +42,31 @@ _LOOK_S = 1.0
 """How often a store looks whether it still has its seat."""
 
 
+_Count = Annotated[int, Meta(ge=0)]
+_Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+
+
 class Run(msgspec.Struct, frozen=True, array_like=True):
     """An object that was put."""
 
     name: str
     peer: str
-    space: int
+    space: _Count
     """Which of the entry's namespaces."""
-    parent: bytes
-    depth: int
+    parent: _Key
+    depth: _Count
     """Both of the first page."""
-    lengths: tuple[int, ...]
-    keys: tuple[bytes, ...]
-    header_sums: tuple[int, ...]
+    lengths: tuple[Annotated[int, Meta(gt=0)], ...]
+    keys: tuple[_Key, ...]
+    header_sums: tuple[_Count, ...]
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
-    """What changed."""
+    """What changed. One that cannot be is not decoded: who reaches the pool can write anything."""
 
     spaces: tuple[Namespace, ...] = ()
     kept: tuple[Run, ...] = ()
-    gone: tuple[tuple[str, bytes, tuple[bytes, ...]], ...] = ()
+    gone: tuple[tuple[str, _Key, tuple[_Key, ...]], ...] = ()
     """Pages that were dropped: name of the object, root and keys."""
     is_last: bool = False
     """The store has closed: nothing follows."""
@@ -91,10 +98,12 @@ def entry_of(kept: Sequence[PoolObject] = (), gone: Sequence[Place] = ()) -> Ent
 
 
 def objects_in(entry: Entry) -> list[PoolObject]:
-    """What an entry says was put. Raises IndexError or ValueError where it contradicts itself."""
+    """What an entry says was put. Raises ValueError where it contradicts itself."""
     roots = [space.root() for space in entry.spaces]
     found: list[PoolObject] = []
     for run in entry.kept:
+        if run.space >= len(roots):
+            raise ValueError(f"an object is of namespace {run.space}, and {len(roots)} are told")
         pages: list[HeldPage] = []
         parent = run.parent
         for at, (key, length, header_sum) in enumerate(

@@ -39,6 +39,7 @@ class GetResult(StrEnum):
     TIMEOUT = "timeout"
     MASTER_AWAY = "master_away"
     BROKEN = "broken"
+    """Any other answer: it is not as long as it was told to be, say."""
 
 
 NO_ROOM, NOT_FOUND, HAS_LEASE, LEASE_LOST = -200, -704, -706, -707

@@ -55,9 +55,3 @@ class Peers:
         """It answered a moment ago. One that did not is asked for a single page first: a batch waits several deadlines."""
         with self._lock:
             return time.monotonic() - self._answered.get(peer, -FRESH_S) < FRESH_S
-
-    @property
-    def left_alone(self) -> int:
-        """How many."""
-        with self._lock:
-            return sum(until > time.monotonic() for until in self._until.values())

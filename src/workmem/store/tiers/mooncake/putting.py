@@ -55,7 +55,7 @@ class Putting:
         """See `Tier.put`. `tell` is called with what was stored before any of it is DONE. Raises MasterAwayError."""
         new: list[int] = []
         for index, place in enumerate(self._shelf.find([page.about.name for page in pages])):
-            if place is None:
+            if place is None or place.page.header_sum != pages[index].about.header_sum:
                 new.append(index)
             else:
                 self._counts[f"put_{PutResult.ALREADY_THERE}"] += 1

@@ -94,7 +94,7 @@ class Session:
 
     def _tell_kept(self, kept: Sequence[PoolObject]) -> None:
         for found in kept:
-            self._shelf.add(found)
+            self._shelf.keep(found)
         self._tell(entry_of(kept))
 
     def _drop(self, names: Sequence[PageName], answers: Answers) -> None:
@@ -135,13 +135,15 @@ class Session:
             pause = self._options.poll_s
             while not self._ending.wait(pause):
                 try:
-                    pages = self._look()
+                    if pages := self._look():
+                        seen(pages)
                 except MasterAwayError:
                     self._is_away, pause = True, _AWAY_PAUSE_S
                     continue
+                except Exception:  # thread main: what others write must not end it
+                    log.exception("what other stores put could not be taken in; looking on")
+                    continue
                 self._is_away, pause = False, self._options.poll_s
-                if pages:
-                    seen(pages)
 
         self._listener = threading.Thread(target=main, name="workmem-mooncake-listen", daemon=True)
         self._listener.start()
@@ -152,7 +154,7 @@ class Session:
         for entry in self._follower.look(but=self._log.mine):
             try:
                 found = objects_in(entry)
-            except (IndexError, ValueError):
+            except ValueError:
                 self._follower.unreadable += 1
                 continue
             # In this order: what was moved is told as gone from there, and kept here.

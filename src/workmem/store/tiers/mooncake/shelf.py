@@ -55,6 +55,19 @@ class Shelf:
             }
             return self._put_in(found, left)
 
+    def keep(self, found: PoolObject) -> None:
+        """What this store has put: its pages lie there now, wherever they lay. Another's may be rounded otherwise, with other checksums."""
+        with self._lock:
+            for page in found.pages:
+                place = self._places.get(page.name)
+                if place is not None and place.inside.name != found.name:
+                    self._take_off(page.name)
+            held = self._objects.pop(found.name, None)
+            if held is not None:
+                self.used_bytes -= held.left_bytes
+                self.object_bytes -= held.inside.size
+            self._put_in(found, {page.name: index for index, page in enumerate(found.pages)})
+
     def find(self, names: Sequence[PageName]) -> list[Place | None]:
         """Where each lies."""
         with self._lock:

@@ -14,7 +14,7 @@ from workmem.core.outcomes import MissReason, TierName
 from workmem.store.config import BelowConfig, DramConfig, SsdConfig, StoreConfig
 from workmem.store.store import Store
 from workmem.store.tiers.contract import Outcome, PageName, PageOut, Tier
-from workmem.store.tiers.mooncake.ledger import Log, entry_of
+from workmem.store.tiers.mooncake.ledger import SEATS, Log, entry_of, seat_name
 from workmem.store.tiers.mooncake.links import borrow, give_back
 from workmem.store.tiers.mooncake.objects import PoolObject, object_name
 from workmem.store.tiers.mooncake.options import parse_options
@@ -101,6 +101,21 @@ def test_what_one_store_puts_another_has(shared):
         assert read_all(other, chain.root, chain.keys[:7]) == 7  # Ends inside of an object.
         assert read_all(other, chain.root, chain.keys) == 24
         other.audit()
+
+
+def test_a_store_is_heard_in_a_pool_whose_seats_were_all_taken_by_others_that_ended(shared):
+    options = options_of(shared)
+    chain = Chain(namespace(layout=SLICED), 4)
+    link = borrow(parse_options(options))
+    try:
+        for seat in range(SEATS):
+            assert link.write(seat_name(options["pool"], seat), b"ended%d" % seat)
+        with opened(options) as mine, opened(options) as other:
+            other.register(chain.space)
+            chain.save(mine)
+            wait_until(lambda: other.lookup(chain.root, chain.keys).blocks == 4, 20)
+    finally:
+        give_back(parse_options(options))
 
 
 def test_two_versions_of_a_model_and_two_tenants_share_a_pool_and_no_page(shared):

@@ -255,6 +255,10 @@ class Words:
     def read(self, names):
         return [self.values.get(name, b"") for name in names]
 
+    def remove(self, names):
+        for name in names:
+            self.values.pop(name, None)
+
     def write(self, name, value):
         if self.fails:
             self.fails -= 1
@@ -353,11 +357,33 @@ def test_a_store_whose_seat_is_gone_takes_another_and_is_heard_again():
     assert [entry for _ in range(8) for entry in follower.look(())] == [told(chain, [1])]
 
 
-def test_where_all_seats_are_taken_nobody_is_told():
-    words = Words()
-    words.values = {seat_name("p", seat): b"other" for seat in range(SEATS)}
-    Log(words, "p").tell(told(Chain(namespace(), 1), [0]))
-    assert len(words.values) == SEATS
+def test_where_all_seats_are_taken_a_store_is_heard_and_so_is_who_sat_there():
+    """Most are of stores that ended: each start takes another."""
+    words, chain = Words(), Chain(namespace(), 3)
+    mine, follower = Log(words, "p"), Follower(words, "p")
+    mine.tell(told(chain, [0]))
+    (writer,) = mine.mine
+    for seat in range(SEATS):
+        words.values[seat_name("p", seat)] = b"ended%d" % seat
+    assert follower.look(()) == []
+    mine._look_again_at = 0.0
+    mine.tell(told(chain, [1]))
+    # It keeps its log, which is all there.
+    assert mine.mine == {writer}
+    assert [entry for _ in range(8) for entry in follower.look(())] == [told(chain, [0]), told(chain, [1])]
+    Log(words, "p").tell(told(chain, [2]))
+    assert [entry for _ in range(8) for entry in follower.look(())] == [told(chain, [2])]
+    assert len([name for name in words.values if "/seat/" in name]) == SEATS
+
+
+def test_a_seat_that_cannot_be_read_for_a_moment_is_kept():
+    words, chain = Words(), Chain(namespace(), 3)
+    log = Log(words, "p")
+    log.tell(told(chain, [0]))
+    words.values[seat_name("p", 0)] = b""
+    log._look_again_at = 0.0
+    log.tell(told(chain, [1]))
+    assert [name for name in words.values if "/seat/" in name] == [seat_name("p", 0)]
 
 
 def test_an_entry_that_contradicts_itself_is_refused():

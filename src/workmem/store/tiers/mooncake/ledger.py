@@ -9,6 +9,7 @@ page it names comes.
 from __future__ import annotations
 
 import logging
+import random
 import secrets
 import time
 from collections import deque
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 
 SEATS = 64
 """Stores that can be heard of at a time."""
+_TAKE_OVER_MAX = 4
 _NEAR = 4
 """Entries that are looked for behind the last one read, at each look."""
 _FAR = tuple(2**power for power in range(2, 20))
@@ -152,27 +154,39 @@ class Log:
             self.tell(Entry(is_last=True))
 
     def _sit_down(self) -> None:
-        """Have a seat. One that is gone was lost with its owner, and so may be what was told: begin anew."""
+        """Have a seat. One that is gone was lost with its owner, and so may be what was told: begin anew.
+
+        Where all are taken, take one over, whoever's: most are of stores that ended. One that has not sits down elsewhere.
+        """
         now = time.monotonic()
         if self._seat >= 0:
             if now < self._look_again_at:
                 return
             self._look_again_at = now + _LOOK_S
-            if self._link.is_there([seat_name(self._pool, self._seat)])[0]:
+            name = seat_name(self._pool, self._seat)
+            is_there = self._link.is_there([name])[0]
+            # Not readable for a moment is not lost.
+            if is_there and self._link.read([name])[0] in {b"", self._writer.encode()}:
                 return
-            self._writer, self._next, self._seat = secrets.token_hex(8), 0, -1
-            self.mine.add(self._writer)
+            self._seat = -1
+            if not is_there:
+                self._writer, self._next = secrets.token_hex(8), 0
+                self.mine.add(self._writer)
         taken = self._link.is_there([seat_name(self._pool, seat) for seat in range(SEATS)])
-        for seat in (seat for seat in range(SEATS) if not taken[seat]):
-            name = seat_name(self._pool, seat)
-            if self._link.write(name, self._writer.encode()) and self._link.read([name]) == [
-                self._writer.encode()
-            ]:
-                self._seat = seat
+        if any(self._take(seat) for seat in range(SEATS) if not taken[seat]):
+            return
+        for seat in random.sample(range(SEATS), _TAKE_OVER_MAX):
+            self._link.remove([seat_name(self._pool, seat)])
+            if self._take(seat):
                 return
-        log.warning(
-            "all %d seats of the pool %r are taken; nobody hears what this store puts", SEATS, self._pool
-        )
+        log.warning("no seat in the pool %r can be taken; nobody hears what this store puts", self._pool)
+
+    def _take(self, seat: int) -> bool:
+        name, value = seat_name(self._pool, seat), self._writer.encode()
+        if self._link.write(name, value) and self._link.read([name]) == [value]:
+            self._seat = seat
+            return True
+        return False
 
 
 class Follower:
@@ -191,7 +205,8 @@ class Follower:
         """New entries of all logs but these, each log's in order. Raises MasterAwayError."""
         self._find_logs()
         entries: list[Entry] = []
-        for writer in [*self._next]:
+        # Of those that sit: of others nothing new is to be expected, and there are ever more of them.
+        for writer in dict.fromkeys(self._seats.values()):
             if writer not in but and writer not in self._ended:
                 entries += self._read(writer)
         return entries

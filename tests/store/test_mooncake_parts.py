@@ -13,8 +13,9 @@ import pytest
 from workmem.core.errors import ConfigError
 from workmem.core.layout import Namespace
 from workmem.store.tiers.contract import ArenaMemory, HeldPage, Outcome, PageName
-from workmem.store.tiers.mooncake import link
+from workmem.store.tiers.mooncake import link, session
 from workmem.store.tiers.mooncake.answers import Answers
+from workmem.store.tiers.mooncake.closing_up import ClosingUp
 from workmem.store.tiers.mooncake.lanes import Job, Lanes
 from workmem.store.tiers.mooncake.ledger import (
     SEATS,
@@ -26,6 +27,7 @@ from workmem.store.tiers.mooncake.ledger import (
     objects_in,
     seat_name,
 )
+from workmem.store.tiers.mooncake.link import MasterAwayError
 from workmem.store.tiers.mooncake.memory import joined, span_of
 from workmem.store.tiers.mooncake.objects import PoolObject, group, object_name
 from workmem.store.tiers.mooncake.options import parse_options
@@ -60,6 +62,13 @@ def held(chain: Chain, indices, length: int = 8192, header_sum: int = 7) -> list
     [
         ({}, "master"),
         ({"master": "a:1"}, "capacity: is 0"),
+        ({"master": "a:1", "capacity": 1}, r"capacity: 1 bytes are less than 1\.0 MiB"),
+        ({"master": "a:1", "capacity": "1GiB", "segment": "2GiB"}, "capacity: '1GiB' is less than segment"),
+        ({"master": "10.0.0.1", "capacity": "1GiB"}, r"master: '10\.0\.0\.1' is no host:port"),
+        ({"master": "host:http", "capacity": "1GiB"}, "master: 'host:http' is no host:port"),
+        ({"master": "host:65536", "capacity": "1GiB"}, "master: 'host:65536' is no host:port"),
+        ({"master": "a:1", "capacity": "1GiB", "host": ""}, "host: '' is no address"),
+        ({"master": "a:1", "capacity": "1GiB", "poll_s": float("nan")}, "poll_s"),
         ({"master": "a:1", "capacity": "1GiB", "colour": 1}, "colour"),
         ({"master": "a:1", "capacity": "much"}, r"capacity: 'much'"),
         ({"master": "a:1", "capacity": "1GiB", "pool": "a/b"}, "pool"),
@@ -90,6 +99,32 @@ def test_what_is_not_installed_is_said(monkeypatch, error, said):
     monkeypatch.setattr(mooncake_library.importlib, "import_module", refuse)
     with pytest.raises(ConfigError, match=said):
         mooncake_tier({"master": "127.0.0.1:9", "capacity": "1MiB"}).open(ArenaMemory(0, 0))
+
+
+class NoMemory:
+    """A link that registers one piece of memory, and no second."""
+
+    def __init__(self):
+        self.registered: list[int] = []
+
+    def register(self, address, size):
+        if self.registered:
+            raise OSError("no more may be locked")
+        self.registered.append(address)
+
+    def unregister(self, address):
+        self.registered.remove(address)
+
+
+def test_a_tier_that_cannot_be_opened_lets_go_of_the_arena_and_of_its_client(monkeypatch):
+    lent, given_back, threads = NoMemory(), [], threading.active_count()
+    monkeypatch.setattr(session, "borrow", lambda options: lent)
+    monkeypatch.setattr(session, "give_back", given_back.append)
+    with pytest.raises(OSError, match="no more may be locked"):
+        mooncake_tier({"master": "127.0.0.1:9", "capacity": "1MiB"}).open(ArenaMemory(4096, 4096))
+    assert not lent.registered
+    assert len(given_back) == 1
+    assert threading.active_count() == threads
 
 
 # Memory
@@ -164,6 +199,26 @@ def test_what_this_store_put_itself_lies_where_it_put_it():
     shelf.keep(PoolObject("mine", tuple(mine)))
     assert [place.page for place in shelf.find([page.name for page in theirs])] == [*mine, theirs[2]]
     assert (len(shelf), shelf.used_bytes, shelf.object_bytes) == (3, 3 * 8192, 5 * 8192)
+
+
+class MasterGone:
+    """A link whose master does not answer."""
+
+    def register(self, address, size):
+        pass
+
+    def get_some(self, wanted, base):
+        return [GetResult.MASTER_AWAY] * len(wanted)
+
+
+def test_without_a_master_what_is_known_of_objects_is_not_forgotten():
+    chain, shelf = Chain(namespace(), 3), Shelf()
+    pages = held(chain, range(3))
+    shelf.add(PoolObject("one", tuple(pages)))
+    shelf.take_off([pages[2].name])
+    with pytest.raises(MasterAwayError):
+        ClosingUp(MasterGone(), shelf, "p", 2**16, 0).run(1, lambda kept, gone: None)
+    assert len(shelf) == 2
 
 
 # Outcomes

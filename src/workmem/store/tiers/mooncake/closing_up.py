@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from workmem.store.tiers.contract import HeldPage
-from workmem.store.tiers.mooncake.link import Link, Wanted
+from workmem.store.tiers.mooncake.link import Link, MasterAwayError, Wanted
 from workmem.store.tiers.mooncake.memory import Span
 from workmem.store.tiers.mooncake.objects import PoolObject, group, object_name
 from workmem.store.tiers.mooncake.outcomes import GetResult, PutResult
@@ -24,6 +24,7 @@ class ClosingUp:
     """To be called from one thread. `close` when no call is under way."""
 
     def __init__(self, link: Link, shelf: Shelf, pool: str, bytes_max: int, limit_bytes: int) -> None:
+        """Objects of at most `bytes_max` bytes, until all take `limit_bytes`. Raises OSError where its memory is refused."""
         self._link = link
         self._shelf = shelf
         self._pool = pool
@@ -53,7 +54,10 @@ class ClosingUp:
             spans.append((at, place.page.length))
             at += place.page.length
         wanted = Wanted(old, tuple(place.index for place in places), tuple(spans))
-        if self._link.get_some([wanted], self._base) != [GetResult.ARRIVED]:
+        (result,) = self._link.get_some([wanted], self._base)
+        if result is GetResult.MASTER_AWAY:
+            raise MasterAwayError("the master of the pool does not answer")
+        if result is not GetResult.ARRIVED:
             self._shelf.forget(old.name, [place.page.name for place in places])
             return
         pages = [place.page for place in places]

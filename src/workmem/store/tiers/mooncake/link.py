@@ -191,7 +191,10 @@ def _set_up(module: ModuleType, options: MooncakeOptions) -> Any:
     thread.join(_SETUP_S)
     if codes != [0]:
         said = f"Mooncake says {codes[0]}" if codes else f"not within {_SETUP_S:g} s"
-        raise OSError(f"cannot join the pool of {options.master}: {said}")
+        raise OSError(
+            f"cannot join the pool of {options.master} as {options.host} by {options.protocol}: {said}; see whether "
+            "host is an address of this host, and whether it has cards for rdma or memory for segment"
+        )
     return client
 
 

@@ -8,9 +8,11 @@ import msgspec
 from msgspec import Meta
 
 from workmem.core.errors import ConfigError
-from workmem.core.units import parse_bytes
+from workmem.core.units import format_bytes, parse_bytes
 from workmem.store.tiers.contract import Options
 
+CAPACITY_MIN = 2**20
+"""Of less, what stores keep themselves below is no room for a page, or none at all: no bound."""
 _PATH = "$.store.below.options"
 
 
@@ -48,9 +50,31 @@ def parse_options(options: Options) -> MooncakeOptions:
         raise ConfigError(
             f"{_PATH}.capacity: is 0, and so is segment; say how many bytes the pool has, as in capacity = '16GiB'"
         )
+    if sizes[0] < CAPACITY_MIN:
+        raise ConfigError(
+            f"{_PATH}.capacity: {sizes[0]} bytes are less than {format_bytes(CAPACITY_MIN)}; say what all hosts give together"
+        )
+    if sizes[0] < sizes[1]:
+        raise ConfigError(
+            f"{_PATH}.capacity: {found.capacity!r} is less than segment, {found.segment!r}, which is a part of it; "
+            "say what all hosts give together"
+        )
+    if "://" not in found.master and not _is_address(found.master):
+        raise ConfigError(
+            f"{_PATH}.master: {found.master!r} is no host:port; write where the master listens, as in '10.0.0.1:50051'"
+        )
+    if not found.host.strip() or "://" in found.host:
+        raise ConfigError(
+            f"{_PATH}.host: {found.host!r} is no address of this host; write one, as in '10.0.0.2'"
+        )
     if not 4096 <= sizes[2] <= 64 * 2**20:
         raise ConfigError(f"{_PATH}.object_bytes: {found.object_bytes!r} is not between 4KiB and 64MiB")
     return found
+
+
+def _is_address(word: str) -> bool:
+    host, _, port = word.rpartition(":")
+    return bool(host.strip()) and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16
 
 
 def segment_bytes(options: MooncakeOptions) -> int:

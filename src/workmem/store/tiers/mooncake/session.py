@@ -46,6 +46,14 @@ class Session:
         self._shelf = shelf
         self._counts = counts
         self._link = _registered(options, arena)
+        limit_bytes = int(capacity_bytes(options) * FULL)
+        try:
+            self._closing_up = ClosingUp(self._link, shelf, options.pool, object_bytes(options), limit_bytes)
+        except BaseException:
+            # Nobody closes what was never made: the arena would stay known to the pool.
+            self._link.unregister(arena.address)
+            give_back(options)
+            raise
         self._log = Log(self._link, options.pool)
         self._follower = Follower(self._link, options.pool)
         self._reads = Lanes(
@@ -53,13 +61,6 @@ class Session:
         )
         self._writes = Lanes("write", threads=1, lane_max=1, queue_max=QUEUE_MAX, patience_s=PUT_S)
         self._putting = Putting(self._link, arena, shelf, peers, counts, options.pool, object_bytes(options))
-        self._closing_up = ClosingUp(
-            self._link,
-            shelf,
-            options.pool,
-            object_bytes(options),
-            int(capacity_bytes(options) * FULL),
-        )
         self.getting = Getting(self._link, arena, shelf, peers, counts, self._reads)
         self._ending = threading.Event()
         self._listener: threading.Thread | None = None

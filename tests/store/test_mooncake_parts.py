@@ -201,14 +201,18 @@ def test_what_this_store_put_itself_lies_where_it_put_it():
     assert (len(shelf), shelf.used_bytes, shelf.object_bytes) == (3, 3 * 8192, 5 * 8192)
 
 
-class MasterGone:
-    """A link whose master does not answer."""
+class Unanswered:
+    """A link that brings nothing."""
+
+    def __init__(self, result):
+        self.result, self.asked = result, 0
 
     def register(self, address, size):
         pass
 
     def get_some(self, wanted, base):
-        return [GetResult.MASTER_AWAY] * len(wanted)
+        self.asked += 1
+        return [self.result] * len(wanted)
 
 
 def test_without_a_master_what_is_known_of_objects_is_not_forgotten():
@@ -217,8 +221,22 @@ def test_without_a_master_what_is_known_of_objects_is_not_forgotten():
     shelf.add(PoolObject("one", tuple(pages)))
     shelf.take_off([pages[2].name])
     with pytest.raises(MasterAwayError):
-        ClosingUp(MasterGone(), shelf, "p", 2**16, 0).run(1, lambda kept, gone: None)
+        ClosingUp(Unanswered(GetResult.MASTER_AWAY), shelf, Peers(), "p", 2**16, 0).run(
+            1, lambda kept, gone: None
+        )
     assert len(shelf) == 2
+
+
+def test_an_owner_that_is_silent_is_asked_once_for_what_is_to_be_moved():
+    """Each time costs the deadline, and the batch of puts that waits has one of its own."""
+    shelf, silent = Shelf(), Unanswered(GetResult.TIMEOUT)
+    for seed in range(4):
+        pages = held(Chain(namespace(), 2, seed=seed), range(2))
+        shelf.add(PoolObject(f"object {seed}", tuple(pages), "peer"))
+        shelf.take_off([pages[1].name])
+    ClosingUp(silent, shelf, Peers(), "p", 2**16, 0).run(1, lambda kept, gone: None)
+    assert silent.asked == 1
+    assert not len(shelf)
 
 
 # Outcomes
@@ -230,6 +248,8 @@ def test_codes_are_told_apart_with_the_clock():
     assert put_result(-800, 0.1) is PutResult.OWNER_DEAD
     assert put_result(-800, 3.0) is PutResult.TIMEOUT
     assert put_result(-900, 0.1) is PutResult.MASTER_AWAY
+    assert put_result(-901, 3.0) is PutResult.MASTER_AWAY
+    assert get_result(-901, 4096, 3.0) is GetResult.MASTER_AWAY
     assert put_result(-600, 0.1) is PutResult.BROKEN
     assert get_result(4096, 4096, 0.1) is GetResult.ARRIVED
     assert get_result(4095, 4096, 0.1) is GetResult.BROKEN

@@ -14,7 +14,8 @@ from workmem.store.tiers.contract import HeldPage
 from workmem.store.tiers.mooncake.link import Link, MasterAwayError, Wanted
 from workmem.store.tiers.mooncake.memory import Span
 from workmem.store.tiers.mooncake.objects import PoolObject, group, object_name
-from workmem.store.tiers.mooncake.outcomes import GetResult, PutResult
+from workmem.store.tiers.mooncake.outcomes import SILENT, GetResult, PutResult
+from workmem.store.tiers.mooncake.peers import Peers
 from workmem.store.tiers.mooncake.shelf import Place, Shelf
 
 Tell = Callable[[Sequence[PoolObject], Sequence[Place]], None]
@@ -23,10 +24,13 @@ Tell = Callable[[Sequence[PoolObject], Sequence[Place]], None]
 class ClosingUp:
     """To be called from one thread. `close` when no call is under way."""
 
-    def __init__(self, link: Link, shelf: Shelf, pool: str, bytes_max: int, limit_bytes: int) -> None:
+    def __init__(
+        self, link: Link, shelf: Shelf, peers: Peers, pool: str, bytes_max: int, limit_bytes: int
+    ) -> None:
         """Objects of at most `bytes_max` bytes, until all take `limit_bytes`. Raises OSError where its memory is refused."""
         self._link = link
         self._shelf = shelf
+        self._peers = peers
         self._pool = pool
         self._bytes_max = bytes_max
         self._limit_bytes = limit_bytes
@@ -54,9 +58,14 @@ class ClosingUp:
             spans.append((at, place.page.length))
             at += place.page.length
         wanted = Wanted(old, tuple(place.index for place in places), tuple(spans))
+        if not self._peers.may_ask(old.peer):
+            self._shelf.forget(old.name, [place.page.name for place in places])
+            return
         (result,) = self._link.get_some([wanted], self._base)
         if result is GetResult.MASTER_AWAY:
             raise MasterAwayError("the master of the pool does not answer")
+        if result in SILENT:
+            self._peers.failed(old.peer)
         if result is not GetResult.ARRIVED:
             self._shelf.forget(old.name, [place.page.name for place in places])
             return

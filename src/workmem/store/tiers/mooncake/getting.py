@@ -11,7 +11,7 @@ from workmem.store.tiers.mooncake.lanes import Job, Lanes
 from workmem.store.tiers.mooncake.link import Link, Wanted
 from workmem.store.tiers.mooncake.memory import span_of
 from workmem.store.tiers.mooncake.objects import names_of
-from workmem.store.tiers.mooncake.outcomes import GetResult
+from workmem.store.tiers.mooncake.outcomes import SILENT, GetResult
 from workmem.store.tiers.mooncake.peers import MASTER, Peers
 from workmem.store.tiers.mooncake.shelf import Place, Shelf
 
@@ -19,7 +19,6 @@ log = logging.getLogger(__name__)
 
 BATCH_BYTES = 8 * 2**20
 """Most that one call brings, so that the first pages of a long context come before its last."""
-_SILENT = {GetResult.OWNER_DEAD, GetResult.TIMEOUT}
 
 Done = Callable[[int, Outcome], None]
 
@@ -73,7 +72,7 @@ class Getting:
     def _bring(self, peer: str, batch: list[_Part], done: Done) -> None:
         for part, result in zip(batch, self._brought(peer, [part.wanted for part in batch]), strict=True):
             self._counts[f"get_{result}"] += 1
-            if result in _SILENT:
+            if result in SILENT:
                 self._left_alone(peer)
             elif result is GetResult.MASTER_AWAY:
                 self._peers.failed(MASTER)
@@ -93,7 +92,7 @@ class Getting:
             # It fell silent while these waited.
             return [GetResult.OWNER_DEAD] * len(wanted)
         first = self._first(peer, wanted[0])
-        if first in _SILENT or first is GetResult.MASTER_AWAY:
+        if first in SILENT or first is GetResult.MASTER_AWAY:
             return [first] * len(wanted)
         results = self._results(wanted)
         if GetResult.ARRIVED in results:

@@ -16,8 +16,8 @@ from workmem.store.tiers.mooncake.objects import PoolObject
 from workmem.store.tiers.mooncake.options import MooncakeOptions, segment_bytes
 from workmem.store.tiers.mooncake.outcomes import (
     HAS_LEASE,
+    NO_MASTER,
     NOT_FOUND,
-    RPC_FAILED,
     GetResult,
     PutResult,
     get_result,
@@ -132,7 +132,7 @@ class Link:
     def is_there(self, names: Sequence[str]) -> list[bool]:
         """Which exist. They are kept for a while by that: ask only for what is read next. Raises MasterAwayError."""
         codes = self._client.batch_is_exist(list(names))
-        if any(code == RPC_FAILED for code in codes):
+        if any(code in NO_MASTER for code in codes):
             raise MasterAwayError("the master of the pool does not answer")
         return [code == 1 for code in codes]
 

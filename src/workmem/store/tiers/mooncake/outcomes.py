@@ -42,17 +42,23 @@ class GetResult(StrEnum):
     """Any other answer: it is not as long as it was told to be, say."""
 
 
+SILENT = frozenset({GetResult.OWNER_DEAD, GetResult.TIMEOUT})
+"""The peer did not answer: it is left alone for a while."""
 NO_ROOM, NOT_FOUND, HAS_LEASE, LEASE_LOST = -200, -704, -706, -707
-TRANSFER_FAILED, RPC_FAILED = -800, -900
+TRANSFER_FAILED = -800
+NO_MASTER = frozenset({-900, -901})
+"""It refuses the connection, or takes it and says nothing."""
 
-_PUTS = {0: PutResult.STORED, NO_ROOM: PutResult.NO_ROOM, RPC_FAILED: PutResult.MASTER_AWAY}
-_GETS = {NOT_FOUND: GetResult.MISS, LEASE_LOST: GetResult.LEASE_LOST, RPC_FAILED: GetResult.MASTER_AWAY}
+_PUTS = {0: PutResult.STORED, NO_ROOM: PutResult.NO_ROOM}
+_GETS = {NOT_FOUND: GetResult.MISS, LEASE_LOST: GetResult.LEASE_LOST}
 
 
 def put_result(code: int, seconds: float) -> PutResult:
     """What a put returned after `seconds`. STORED is to be checked."""
     if code == TRANSFER_FAILED:
         return PutResult.TIMEOUT if seconds >= LATE_S else PutResult.OWNER_DEAD
+    if code in NO_MASTER:
+        return PutResult.MASTER_AWAY
     return _PUTS.get(code, PutResult.BROKEN)
 
 
@@ -62,4 +68,6 @@ def get_result(code: int, wanted: int, seconds: float) -> GetResult:
         return GetResult.ARRIVED
     if code == TRANSFER_FAILED:
         return GetResult.TIMEOUT if seconds >= LATE_S else GetResult.OWNER_DEAD
+    if code in NO_MASTER:
+        return GetResult.MASTER_AWAY
     return _GETS.get(code, GetResult.BROKEN)

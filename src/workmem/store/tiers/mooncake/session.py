@@ -48,7 +48,9 @@ class Session:
         self._link = _registered(options, arena)
         limit_bytes = int(capacity_bytes(options) * FULL)
         try:
-            self._closing_up = ClosingUp(self._link, shelf, options.pool, object_bytes(options), limit_bytes)
+            self._closing_up = ClosingUp(
+                self._link, shelf, peers, options.pool, object_bytes(options), limit_bytes
+            )
         except BaseException:
             # Nobody closes what was never made: the arena would stay known to the pool.
             self._link.unregister(arena.address)

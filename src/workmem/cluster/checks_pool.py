@@ -8,7 +8,7 @@ from workmem.cluster.findings import Case, Finding, note, ok, wrong
 from workmem.cluster.here import Program
 from workmem.core.units import format_bytes
 from workmem.store.tiers.mooncake.options import capacity_bytes
-from workmem.store.tiers.mooncake.outcomes import TIMEOUT_S
+from workmem.transfer.mooncake_library import TIMEOUT_S
 
 CLIENT_TTL_MIN_S = 30
 _LEASE_MIN_S = 2.0 * TIMEOUT_S

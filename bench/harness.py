@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import random
+import re
 import shutil
 import signal
 import statistics
@@ -196,8 +197,21 @@ class Budget:
         return max(0.0, self.seconds - (time.monotonic() - self._start))
 
 
+def without_folders(value: Any) -> Any:
+    """Texts, also those within lists and objects, as a result may hold them: without the folders of the machine."""
+    if isinstance(value, str):
+        return re.sub(r"(?:/[\w.+-]+)+/", "", value)
+    if isinstance(value, dict):
+        return {name: without_folders(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_folders(each) for each in value]
+    return value
+
+
 def write_result(path: Path, body: dict[str, Any]) -> None:
-    """Write a result file, whole or not at all."""
+    """Write a result file, whole or not at all. What is `absent` is told without the folders of the machine."""
+    if "absent" in body:
+        body = body | {"absent": without_folders(body["absent"])}
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".tmp")
     partial.write_text(json.dumps(body, indent=1, sort_keys=False) + "\n")

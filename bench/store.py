@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -31,7 +30,17 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness import RESULTS, Budget, Journal, add_modes, end_run, environment, in_turns, write_result
+from harness import (
+    RESULTS,
+    Budget,
+    Journal,
+    add_modes,
+    end_run,
+    environment,
+    in_turns,
+    without_folders,
+    write_result,
+)
 from rich.console import Console
 from store_report import CHAIN_ONLY, KIB, MIB, OURS, against, behind, many_blocks, reaches, summarise, table
 from systems import System, Worker, WorkerFailed
@@ -149,7 +158,7 @@ class Bench:
         try:
             self._journal.record(key, found=measure(*arguments))
         except (OSError, subprocess.SubprocessError, ValueError) as error:
-            self._journal.record(key, skipped=said(str(error)))
+            self._journal.record(key, skipped=without_folders(str(error)))
             self._console.log(f"{key}: {error}")
 
     def _unit(self, unit: Unit) -> None:
@@ -167,7 +176,7 @@ class Bench:
             worker = self._started(unit.system)
         except (WorkerFailed, OSError) as error:
             system = self._systems[unit.system]
-            self.absent[unit.system] = said(f"{system.python} {system.script}: {error}")
+            self.absent[unit.system] = f"{system.python} {system.script}: {error}"
             self._console.log(f"{unit.system} is absent: {error}")
             return
         try:
@@ -180,7 +189,9 @@ class Bench:
                 self._kept[unit.system] = worker
         except WorkerFailed as error:
             # It may be the size's own: the others are tried all the same.
-            self._journal.record(f"{unit.system}|{unit.size}|failed|{unit.round}", skipped=said(str(error)))
+            self._journal.record(
+                f"{unit.system}|{unit.size}|failed|{unit.round}", skipped=without_folders(str(error))
+            )
             self._console.log(f"{unit.system} at {unit.size // KIB} KiB: {error}")
         finally:
             if unit.system not in self._kept:
@@ -223,7 +234,7 @@ class Bench:
                 START_S, do="measure", op=op, clients=clients, seconds=mode.seconds, slices=slices
             )
         except WorkerFailed as error:
-            self._journal.record(key, **fields, skipped=said(str(error)))
+            self._journal.record(key, **fields, skipped=without_folders(str(error)))
             self._console.log(f"{key}: {error}")
             if "no answer" in str(error) or "ended" in str(error):
                 raise
@@ -296,11 +307,6 @@ def _script(name: str, *arguments: str) -> dict[str, Any]:
     if done.returncode != 0:
         raise ValueError(f"{name} ended with {done.returncode}: {done.stderr.strip()[-300:]}")
     return json.loads(done.stdout)
-
-
-def said(text: str) -> str:
-    """An error as a result may hold it: without the folders of the machine it happened on."""
-    return re.sub(r"(?:/[\w.+-]+)+/", "", text)
 
 
 def systems_of(arguments: argparse.Namespace, dram_bytes: int, folder: Path) -> list[System]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import harness
 import numpy as np
 import pytest
 import store_report
@@ -339,7 +340,11 @@ def test_a_system_that_cannot_start_is_absent_with_its_error(tmp_path: Path):
     for once in ("disk", "lookups", "host_latency", f"records|{CHAIN}", f"purge|{CHAIN}"):
         journal.record(once, skipped="not here")
     run.run()
-    assert run.absent["redis"].startswith("python redis_socket.py: ")
-    assert "No such file" in run.absent["redis"]
-    assert "/nowhere" not in run.absent["redis"]
+    out = tmp_path / "result.json"
+    harness.write_result(out, {"absent": {"redis": run.absent["redis"], "a": {"b": ["/x/y/z --at /q/w"]}}})
+    told = json.loads(out.read_text())["absent"]
+    assert told["redis"].startswith("python redis_socket.py: ")
+    assert "No such file" in told["redis"]
+    assert "/nowhere" not in told["redis"]
+    assert told["a"] == {"b": ["z --at w"]}, "whatever holds it"
     json.dumps(journal.done)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from workmem.cli.main import main
 from workmem.cluster import doctor
 from workmem.cluster.addresses import OwnAddress
 from workmem.cluster.admin import PoolSegment
@@ -14,6 +15,7 @@ from workmem.cluster.findings import Case, Verdict
 from workmem.cluster.here import LIBRARIES, Here, Program, flags_of, look_here
 from workmem.cluster.master import master_flags
 from workmem.cluster.view import ClusterView, MasterView, PoolView, admin_urls
+from workmem.store.codecs.pool_sealing import PoolCipher
 from workmem.store.config import BelowConfig
 from workmem.store.tiers.mooncake.options import MooncakeOptions
 
@@ -107,6 +109,9 @@ WRONG = {
         ({**config(master="10.0.0.9:50051")}, "name the same"),
         ({"store": replace(CASE.store, capacity="65GiB")}, "set capacity"),
     ],
+    "sealing": [
+        ({"store": replace(CASE.store, key_file="/nowhere/key")}, "the same file on every host"),
+    ],
     "address": [
         ({**config(host="localhost"), "view": segments("10.0.0.3:13000")}, "host in store.below.options"),
         (
@@ -164,6 +169,7 @@ WRONG = {
 NOTED = {
     "build": [here(has_gpu=True)],
     "store": [{"store": None}],
+    "sealing": [{"view": segments("10.0.0.2:13000", "10.0.0.3:13000")}],
     "master": [{"view": ClusterView(masters=(SILENT,)), "is_master_reached": True}],
     "address": [{**config(host="127.0.0.1"), "view": segments("127.0.0.1:13000")}],
     "bind": [here(open_ports=(16001,))],
@@ -188,6 +194,32 @@ def test_a_sound_pool_is_called_sound():
     findings = examine(CASE)
     assert [one for one in findings if one.verdict is not Verdict.OK] == []
     assert all(one.found and not one.advice for one in findings)
+
+
+def test_whether_the_store_seals_is_said_and_under_which_key(tmp_path, capsys):
+    file = tmp_path / "pool.key"
+    file.write_text("00112233445566778899aabbccddeeff" * 2)
+    file.chmod(0o600)
+    key_id = PoolCipher(bytes.fromhex(file.read_text())).key_id.hex()
+    (found,) = [
+        one
+        for one in examine(replace(CASE, store=replace(CASE.store, key_file=str(file))))
+        if one.check == "sealing"
+    ]
+    assert found.verdict is Verdict.OK
+    assert key_id in found.found
+    for key, said in (
+        (str(file), f"sealed under key {key_id}"),
+        ("", "in the clear"),
+        ("/none", "no key file"),
+    ):
+        config = tmp_path / "workmem.toml"
+        config.write_text(
+            '[cluster]\nadmin_urls = ["http://127.0.0.1:9"]\n[store.below]\ntier = "mooncake"\n'
+            f'options = {{ master = "127.0.0.1:9", capacity = "1GiB", key_file = "{key}" }}\n'
+        )
+        assert main(["cluster", "status", "--config", str(config)]) == 1
+        assert said in " ".join(capsys.readouterr().out.split())
 
 
 def test_masters_of_other_pools_on_this_host_are_none_of_its_business():

@@ -235,6 +235,22 @@ def test_an_object_that_is_not_what_was_told_is_a_miss_and_harms_no_other(shared
         assert bench.tier.counts["get_broken"] == 1
 
 
+def test_an_object_that_ends_early_is_broken_and_its_owner_is_not_left_alone_for_it(shared):
+    """Mooncake says of it what it says of an owner that is dead."""
+    chain, options = Chain(namespace(layout=SLICED), 8), options_of(shared)
+    suite = TestMooncakeTier()
+    with suite.bench(mooncake_tier(options), sliced=True) as bench:
+        assert bench.put(chain, range(6)) == [Outcome.DONE] * 6
+        link, shelf = bench.tier._session._link, bench.tier._shelf
+        (place,) = shelf.find([PageName(chain.root, bytes(chain.keys[0]))])
+        (value,) = link.read([place.inside.name])
+        link.remove([place.inside.name])
+        assert link.write(place.inside.name, value[:-4096])
+        assert bench.put(chain, [7]) == [Outcome.DONE]
+        assert bench.get(chain, [*range(6), 7]) == [Outcome.ABSENT] * 6 + [Outcome.DONE]
+        assert bench.tier.counts["get_broken"] == 1
+
+
 def test_what_is_read_slower_than_the_master_lends_is_a_miss():
     chain = Chain(namespace(layout=SLICED), 12)
     with pool(16 * 2**20, lease_ms=1) as master:

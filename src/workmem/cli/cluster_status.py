@@ -13,18 +13,21 @@ from rich.table import Table
 
 from workmem.cli.options import ConfigFile, Settings
 from workmem.cli.store_folder import console_out
-from workmem.cluster.view import ClusterView, admin_urls, look
+from workmem.cluster.view import ClusterView, StoreView, admin_urls, look, store_view
 from workmem.config import load
 from workmem.core.errors import TransferError
 from workmem.core.units import format_bytes
+from workmem.store.tiers.mooncake.options import parse_options
 
 AsJson = Annotated[bool, Parameter(name="--json", negative=(), help="Print JSON, with plain bytes.")]
 
 
 def status(*, json: AsJson = False, config: ConfigFile = None, sets: Settings = ()) -> None:
     """Show masters, segments, and what they hold. Exit code 1 where no master serves."""
-    settings = load(config, sets=sets).config.cluster
-    found = look(admin_urls(settings))
+    settings = load(config, sets=sets).config
+    below = settings.store.below
+    store = store_view(parse_options(below.options)) if below.tier == "mooncake" else None
+    found = msgspec.structs.replace(look(admin_urls(settings.cluster)), store=store)
     if json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(found)).decode() + "\n")
     else:
@@ -42,6 +45,8 @@ def _show(console: Console, found: ClusterView) -> None:
         state = master.state if master.answers else "does not answer"
         masters.add_row(escape(master.url), escape(master.role) or "-", escape(state))
     console.print(masters)
+    if found.store is not None:
+        console.print(escape(_of_store(found.store)))
     if found.pool is None:
         return
     segments = Table("segment", "state", "protocol", "used", "of", "data at", box=None, pad_edge=False)
@@ -67,3 +72,8 @@ def _show(console: Console, found: ClusterView) -> None:
         f"since the master started: {pool.refused_puts} puts refused for want of room, {pool.evicted_keys} keys evicted, "
         f"{pool.came_back} processes came back"
     )
+
+
+def _of_store(store: StoreView) -> str:
+    sealed = f"sealed under key {store.key_id}" if store.is_sealed else "in the clear"
+    return f"this host's store: pool {store.pool!r} of {store.master}, {store.problem or sealed}"

@@ -6,6 +6,7 @@ import re
 
 from workmem.cluster.findings import Case, Finding, note, ok, wrong
 from workmem.cluster.here import Program
+from workmem.cluster.view import store_view
 from workmem.core.units import format_bytes
 from workmem.store.tiers.mooncake.options import capacity_bytes
 from workmem.transfer.mooncake_library import TIMEOUT_S
@@ -68,6 +69,27 @@ def store(case: Case) -> Finding:
             "set capacity to what the pool has, or let the hosts that are missing join",
         )
     return ok("store", f"pool {case.store.pool!r} of {case.store.master}, {format_bytes(capacity)}")
+
+
+def sealing(case: Case) -> Finding:
+    """Who reaches the pool does not read it, where that was asked for."""
+    if case.store is None:
+        return ok("sealing", "no pool to seal")
+    found = store_view(case.store)
+    if found.problem:
+        return wrong("sealing", found.problem, "stores do not start with it; the same file on every host")
+    if found.is_sealed:
+        return ok(
+            "sealing",
+            f"what the store puts is encrypted under key {found.key_id}; others have to have the same",
+        )
+    if case.has_others:
+        return note(
+            "sealing",
+            "what the store puts lies in the pool in the clear: KV of prompts, and tenants' salts",
+            "key_file in store.below.options, the same on every host, where the pool's network is not yours alone",
+        )
+    return ok("sealing", "in the clear, on this host only")
 
 
 def client_ttl(case: Case) -> Finding:

@@ -21,6 +21,7 @@ CHECKS: tuple[Callable[[Case], Finding], ...] = (
     checks_host.build,
     checks_pool.master,
     checks_pool.store,
+    checks_pool.sealing,
     checks_host.address,
     checks_host.bind,
     checks_host.admin,

@@ -8,6 +8,9 @@ import msgspec
 
 from workmem.cluster.admin import Admin, AdminError, PoolSegment
 from workmem.cluster.config import ClusterConfig
+from workmem.core.errors import ConfigError
+from workmem.store.codecs.pool_sealing import open_pool_cipher
+from workmem.store.tiers.mooncake.options import KEY_FILE, MooncakeOptions
 
 
 class MasterView(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +37,19 @@ class PoolView(msgspec.Struct, frozen=True, kw_only=True):
     """Times that a process was taken for dead, or lost its master, and joined again."""
 
 
+class StoreView(msgspec.Struct, frozen=True, kw_only=True):
+    """What this configuration's store is to the pool."""
+
+    pool: str
+    master: str
+    is_sealed: bool
+    """All that it puts is encrypted, and only stores with the same key share it."""
+    key_id: str = ""
+    """Tells keys apart, and nothing about them; the same on every host whose key is the same. Empty where `problem` is not."""
+    problem: str = ""
+    """Why its key file cannot be used."""
+
+
 class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     """What `workmem cluster status` shows."""
 
@@ -41,6 +57,25 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     segments: tuple[PoolSegment, ...] = ()
     pool: PoolView | None = None
     """None where no master serves."""
+    store: StoreView | None = None
+    """None where this configuration's store uses no pool."""
+
+
+def store_view(options: MooncakeOptions) -> StoreView:
+    """Reads the key file, where there is one."""
+    key_id, problem = "", ""
+    if options.key_file:
+        try:
+            key_id = open_pool_cipher(options.key_file, KEY_FILE).key_id.hex()
+        except ConfigError as error:
+            problem = str(error)
+    return StoreView(
+        pool=options.pool,
+        master=options.master,
+        is_sealed=bool(options.key_file),
+        key_id=key_id,
+        problem=problem,
+    )
 
 
 def admin_urls(config: ClusterConfig) -> tuple[str, ...]:

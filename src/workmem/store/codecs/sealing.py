@@ -10,7 +10,8 @@ import hashlib
 import hmac
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -76,11 +77,11 @@ class PageCipher:
         # The package is an extra: who asks for a cipher has been told of it by `open_keyring`.
         from workmem.store.codecs.xaes import Xaes  # noqa: PLC0415
 
-        self.key_id = hashlib.sha256(_derived(key, b"key-id")).digest()[:KEY_ID_BYTES]
+        self.key_id = hashlib.sha256(derived(key, b"key-id")).digest()[:KEY_ID_BYTES]
         """Names the key in headers and tells nothing else about it."""
-        self._header: Xaes = Xaes(_derived(key, b"header"))
-        self._payload: Xaes = Xaes(_derived(key, b"payload"))
-        self._journal: Xaes = Xaes(_derived(key, b"journal"))
+        self._header: Xaes = Xaes(derived(key, b"header"))
+        self._payload: Xaes = Xaes(derived(key, b"payload"))
+        self._journal: Xaes = Xaes(derived(key, b"journal"))
 
     def seal(self, place: PagePlace, secret: bytes, stored: memoryview, into: memoryview) -> Seal:
         """Seal a page: the `secret` part of its header, and `stored` into `into`, which are equally long."""
@@ -149,16 +150,23 @@ def open_keyring(key_file: str | Path, older_files: Sequence[str | Path] = (), *
     """The keys in these files. Raises ConfigError, starting with `path`, on any that cannot be used."""
     keys = [read_key(key_file, path)]
     keys += [read_key(file, f"{path} (older key {index})") for index, file in enumerate(older_files)]
-    try:
+    with encryption_extra(path):
         ciphers = [PageCipher(key) for key in keys]
+    return Keyring(ciphers[0], ciphers[1:])
+
+
+@contextmanager
+def encryption_extra(path: str) -> Generator[None]:
+    """Where it is not installed that is said, as a ConfigError that starts with `path`."""
+    try:
+        yield
     except ImportError as problem:
         raise ConfigError(
             f"{path}: encryption needs the package cryptography; install it with: pip install cryptography"
         ) from problem
-    return Keyring(ciphers[0], ciphers[1:])
 
 
-def _derived(key: bytes, purpose: bytes) -> bytes:
+def derived(key: bytes, purpose: bytes) -> bytes:
     """HKDF-Expand (RFC 5869) with SHA-256, one block; the key is uniform, so there is nothing to extract."""
     return hmac.digest(key, b"workmem.at-rest.1 " + purpose + b"\x01", "sha256")
 

@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from workmem.store.tiers.contract import HeldPage
-from workmem.store.tiers.mooncake.link import Link, MasterAwayError, Wanted
+from workmem.store.tiers.mooncake.link import MasterAwayError, Wanted
 from workmem.store.tiers.mooncake.memory import Span
 from workmem.store.tiers.mooncake.objects import PoolObject, group, object_name
 from workmem.store.tiers.mooncake.outcomes import SILENT, GetResult, PutResult
 from workmem.store.tiers.mooncake.peers import Peers
+from workmem.store.tiers.mooncake.sealed_link import AnyLink
 from workmem.store.tiers.mooncake.shelf import Place, Shelf
 
 Tell = Callable[[Sequence[PoolObject], Sequence[Place]], None]
@@ -25,7 +26,7 @@ class ClosingUp:
     """To be called from one thread. `close` when no call is under way."""
 
     def __init__(
-        self, link: Link, shelf: Shelf, peers: Peers, pool: str, bytes_max: int, limit_bytes: int
+        self, link: AnyLink, shelf: Shelf, peers: Peers, pool: str, bytes_max: int, limit_bytes: int
     ) -> None:
         """Objects of at most `bytes_max` bytes, until all take `limit_bytes`. Raises OSError where its memory is refused."""
         self._link = link

@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 
 from workmem.store.tiers.contract import ArenaMemory, Outcome, PageIn
 from workmem.store.tiers.mooncake.lanes import Job, Lanes
-from workmem.store.tiers.mooncake.link import Link, Wanted
+from workmem.store.tiers.mooncake.link import Wanted
 from workmem.store.tiers.mooncake.memory import span_of
 from workmem.store.tiers.mooncake.objects import names_of
 from workmem.store.tiers.mooncake.outcomes import SILENT, GetResult
 from workmem.store.tiers.mooncake.peers import MASTER, Peers
+from workmem.store.tiers.mooncake.sealed_link import AnyLink
 from workmem.store.tiers.mooncake.shelf import Place, Shelf
 
 log = logging.getLogger(__name__)
@@ -27,7 +28,13 @@ class Getting:
     """Every method may be called from any thread."""
 
     def __init__(
-        self, link: Link, arena: ArenaMemory, shelf: Shelf, peers: Peers, counts: Counter[str], lanes: Lanes
+        self,
+        link: AnyLink,
+        arena: ArenaMemory,
+        shelf: Shelf,
+        peers: Peers,
+        counts: Counter[str],
+        lanes: Lanes,
     ) -> None:
         self._link = link
         self._arena = arena
@@ -159,6 +166,7 @@ def _give_up(batch: Sequence[_Part], done: Done) -> None:
 
 
 def _outcome(result: GetResult) -> Outcome:
-    if result is GetResult.ARRIVED:
+    if result in {GetResult.ARRIVED, GetResult.TAMPERED}:
+        # The store checks each page, and says of what is no page that it is corrupt.
         return Outcome.DONE
     return Outcome.FAILED if result is GetResult.MASTER_AWAY else Outcome.ABSENT

@@ -23,8 +23,8 @@ from msgspec import Meta
 from workmem.core.keys import KEY_BYTES
 from workmem.core.layout import Namespace
 from workmem.store.tiers.contract import HeldPage, PageName
-from workmem.store.tiers.mooncake.link import Link
 from workmem.store.tiers.mooncake.objects import PoolObject, prefix
+from workmem.store.tiers.mooncake.sealed_link import AnyLink
 from workmem.store.tiers.mooncake.shelf import Place
 
 log = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ def objects_in(entry: Entry) -> list[PoolObject]:
 class Log:
     """What this store tells. To be called from one thread."""
 
-    def __init__(self, link: Link, pool: str) -> None:
+    def __init__(self, link: AnyLink, pool: str) -> None:
         self._link = link
         self._pool = pool
         self._writer = secrets.token_hex(8)
@@ -192,7 +192,7 @@ class Log:
 class Follower:
     """What the others tell. To be called from one thread."""
 
-    def __init__(self, link: Link, pool: str) -> None:
+    def __init__(self, link: AnyLink, pool: str) -> None:
         self._link = link
         self._pool = pool
         self._seats: dict[int, str] = {}

@@ -107,7 +107,10 @@ class Link:
             [[size for _, size in part] for part in parts],
         )
         seconds = time.monotonic() - started
-        return [get_result(code, one.inside.size, seconds) for code, one in zip(codes, wanted, strict=True)]
+        results = [
+            get_result(code, one.inside.size, seconds) for code, one in zip(codes, wanted, strict=True)
+        ]
+        return self._with_others_size(wanted, results)
 
     def get_some(self, wanted: Sequence[Wanted], base: int) -> list[GetResult]:
         """Bring pages from objects; `base` is where the registered memory begins."""
@@ -120,7 +123,8 @@ class Link:
             [[[size for _, size in one.spans] for one in wanted]],
         )
         seconds = time.monotonic() - started
-        return [_result_of_ranges(found, one, seconds) for found, one in zip(codes, wanted, strict=True)]
+        results = [_result_of_ranges(found, one, seconds) for found, one in zip(codes, wanted, strict=True)]
+        return self._with_others_size(wanted, results)
 
     def remove(self, names: Sequence[str]) -> list[bool]:
         """Have objects go, whoever reads them now. False where the master did not hear of it."""
@@ -148,6 +152,17 @@ class Link:
         """No call may be under way, and none may follow. Takes a second or two."""
         self._client.close()
 
+    def _with_others_size(self, wanted: Sequence[Wanted], results: list[GetResult]) -> list[GetResult]:
+        """What is asked of an object behind its end fails as an owner that is dead does, and no peer is to blame for it."""
+        dead = [at for at, result in enumerate(results) if result is GetResult.OWNER_DEAD]
+        if dead:
+            found = self._client.batch_get_replica_desc([wanted[at].inside.name for at in dead])
+            for at in dead:
+                sizes = _sizes(found.get(wanted[at].inside.name, ()))
+                if sizes and wanted[at].inside.size not in sizes:
+                    results[at] = GetResult.BROKEN
+        return results
+
     def _peer_of(self, replicas: Sequence[Any], size: int) -> str | None:
         for replica in replicas:
             if replica.status == self._module.ReplicaStatus.COMPLETE and replica.is_memory_replica():
@@ -155,6 +170,12 @@ class Link:
                 if memory.size == size:
                     return str(memory.transport_endpoint)
         return None
+
+
+def _sizes(replicas: Sequence[Any]) -> set[int]:
+    return {
+        int(one.get_memory_descriptor().buffer_descriptor.size) for one in replicas if one.is_memory_replica()
+    }
 
 
 def _result_of_ranges(codes: Sequence[int], one: Wanted, seconds: float) -> GetResult:

@@ -17,11 +17,13 @@ class PoolObject(msgspec.Struct, frozen=True, eq=False):
     pages: tuple[HeldPage, ...]
     peer: str = ""
     """Where it lies: the transfer address of the process whose memory it is in."""
+    seal_bytes: int = 0
+    """What a seal adds in front of each page."""
 
     @property
     def size(self) -> int:
         """Bytes in all."""
-        return sum(page.length for page in self.pages)
+        return sum(page.length for page in self.pages) + self.seal_bytes * len(self.pages)
 
     @property
     def offsets(self) -> tuple[int, ...]:
@@ -30,7 +32,7 @@ class PoolObject(msgspec.Struct, frozen=True, eq=False):
         at = 0
         for page in self.pages:
             found.append(at)
-            at += page.length
+            at += page.length + self.seal_bytes
         return tuple(found)
 
 

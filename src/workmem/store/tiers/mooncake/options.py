@@ -14,6 +14,7 @@ from workmem.store.tiers.contract import Options
 CAPACITY_MIN = 2**20
 """Of less, what stores keep themselves below is no room for a page, or none at all: no bound."""
 _PATH = "$.store.below.options"
+KEY_FILE = f"{_PATH}.key_file"
 
 
 class MooncakeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,6 +36,8 @@ class MooncakeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Network devices for rdma, separated by commas."""
     object_bytes: str | int = "2MiB"
     """Blocks of one context that are put together are one object, up to this size."""
+    key_file: str = ""
+    """File of the key that all that this store puts into the pool is encrypted under. Only stores with the same key share pages; empty is in the clear."""
     poll_s: Annotated[float, Meta(gt=0, le=60)] = 0.25
     """Pause between looks at what other stores put."""
 

@@ -40,6 +40,8 @@ class GetResult(StrEnum):
     MASTER_AWAY = "master_away"
     BROKEN = "broken"
     """Any other answer: it is not as long as it was told to be, say."""
+    TAMPERED = "tampered"
+    """Not all of its pages open under this store's key; those that do not are zeros."""
 
 
 SILENT = frozenset({GetResult.OWNER_DEAD, GetResult.TIMEOUT})

@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from workmem.store.tiers.contract import ArenaMemory, Outcome, PageOut
-from workmem.store.tiers.mooncake.link import Link
 from workmem.store.tiers.mooncake.memory import Span, span_of
 from workmem.store.tiers.mooncake.objects import PoolObject, group, object_name
 from workmem.store.tiers.mooncake.outcomes import PutResult
 from workmem.store.tiers.mooncake.peers import Peers
+from workmem.store.tiers.mooncake.sealed_link import AnyLink
 from workmem.store.tiers.mooncake.shelf import Shelf
 
 DEADLINE_S = 12.0
@@ -30,7 +30,7 @@ class Putting:
 
     def __init__(
         self,
-        link: Link,
+        link: AnyLink,
         arena: ArenaMemory,
         shelf: Shelf,
         peers: Peers,

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from workmem.store.codecs.pool_sealing import PoolCipher
 from workmem.store.tiers.contract import PUT_S, ArenaMemory, HeldPage, Outcome, PageName, PageOut
 from workmem.store.tiers.mooncake.answers import Answers
 from workmem.store.tiers.mooncake.closing_up import ClosingUp
@@ -20,6 +21,7 @@ from workmem.store.tiers.mooncake.objects import PoolObject, names_of, prefix
 from workmem.store.tiers.mooncake.options import MooncakeOptions, capacity_bytes, object_bytes
 from workmem.store.tiers.mooncake.peers import Peers
 from workmem.store.tiers.mooncake.putting import Putting
+from workmem.store.tiers.mooncake.sealed_link import SealedLink
 from workmem.store.tiers.mooncake.shelf import Shelf
 from workmem.transfer.mooncake_library import TIMEOUT_S
 
@@ -29,6 +31,7 @@ FULL = 0.75
 """Share of the pool that objects may take, bytes of dropped pages in them included."""
 READERS = 4
 READERS_OF_A_PEER = 2
+WRITERS = 1
 QUEUE_MAX = 4096
 _PATIENCE_S = TIMEOUT_S + 1.0
 _AWAY_PAUSE_S = 2.0
@@ -39,13 +42,19 @@ class Session:
     """Made by `MooncakeTier.open`. Raises OSError where there is no pool."""
 
     def __init__(
-        self, options: MooncakeOptions, arena: ArenaMemory, shelf: Shelf, peers: Peers, counts: Counter[str]
+        self,
+        options: MooncakeOptions,
+        arena: ArenaMemory,
+        shelf: Shelf,
+        peers: Peers,
+        counts: Counter[str],
+        cipher: PoolCipher | None = None,
     ) -> None:
         self._options = options
         self._arena = arena
         self._shelf = shelf
         self._counts = counts
-        self._link = _registered(options, arena)
+        self._link = _registered(options, arena, cipher)
         limit_bytes = int(capacity_bytes(options) * FULL)
         try:
             self._closing_up = ClosingUp(
@@ -61,7 +70,7 @@ class Session:
         self._reads = Lanes(
             "read", threads=READERS, lane_max=READERS_OF_A_PEER, queue_max=QUEUE_MAX, patience_s=_PATIENCE_S
         )
-        self._writes = Lanes("write", threads=1, lane_max=1, queue_max=QUEUE_MAX, patience_s=PUT_S)
+        self._writes = Lanes("write", threads=WRITERS, lane_max=1, queue_max=QUEUE_MAX, patience_s=PUT_S)
         self._putting = Putting(self._link, arena, shelf, peers, counts, options.pool, object_bytes(options))
         self.getting = Getting(self._link, arena, shelf, peers, counts, self._reads)
         self._ending = threading.Event()
@@ -187,6 +196,8 @@ class Session:
                 return False
         self._closing_up.close()
         self._link.unregister(self._arena.address)
+        if isinstance(self._link, SealedLink):
+            self._link.release()
         give_back(self._options)
         return True
 
@@ -207,8 +218,11 @@ class Session:
         said.wait(timeout_s)
 
 
-def _registered(options: MooncakeOptions, arena: ArenaMemory) -> Link:
+def _registered(options: MooncakeOptions, arena: ArenaMemory, cipher: PoolCipher | None) -> Link | SealedLink:
     link = borrow(options)
+    if cipher is not None:
+        # The arena stays this host's: pages go through scratch memory.
+        return SealedLink(link, cipher, options.pool, threads=READERS + WRITERS)
     try:
         link.register(arena.address, arena.size_bytes)
     except BaseException:

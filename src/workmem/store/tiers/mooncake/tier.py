@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from workmem.core.outcomes import TierName
+from workmem.store.codecs.pool_sealing import open_pool_cipher
 from workmem.store.tiers.contract import (
     ArenaMemory,
     HeldPage,
@@ -17,7 +18,7 @@ from workmem.store.tiers.contract import (
     TierUsage,
 )
 from workmem.store.tiers.mooncake.answers import Answers
-from workmem.store.tiers.mooncake.options import MooncakeOptions, capacity_bytes, parse_options
+from workmem.store.tiers.mooncake.options import KEY_FILE, MooncakeOptions, capacity_bytes, parse_options
 from workmem.store.tiers.mooncake.peers import Peers
 from workmem.store.tiers.mooncake.session import Session
 from workmem.store.tiers.mooncake.shelf import Shelf
@@ -34,7 +35,9 @@ class MooncakeTier:
     kind = TierName.REMOTE
 
     def __init__(self, options: MooncakeOptions) -> None:
+        """Raises ConfigError on a key file that cannot be used."""
         self._options = options
+        self._cipher = open_pool_cipher(options.key_file, KEY_FILE) if options.key_file else None
         self._capacity_bytes = int(capacity_bytes(options) * FILLED)
         self._shelf = Shelf()
         self._peers = Peers()
@@ -44,7 +47,7 @@ class MooncakeTier:
 
     def open(self, arena: ArenaMemory) -> Iterable[HeldPage]:
         """See `Tier.open`. Raises ConfigError where Mooncake is not installed."""
-        self._session = Session(self._options, arena, self._shelf, self._peers, self.counts)
+        self._session = Session(self._options, arena, self._shelf, self._peers, self.counts, self._cipher)
         return self._session.catch_up()
 
     def watch(self, seen: Callable[[Sequence[HeldPage]], None]) -> None:

@@ -81,7 +81,7 @@ class Engine:
         transfer = {
             "kv_connector": "WorkmemConnector",
             "kv_connector_module_path": "workmem.plugins.vllm",
-            "kv_role": "kv_both",
+            "kv_role": more.pop("kv_role", "kv_both"),
             "kv_connector_extra_config": settings,
         }
         self.llm = LLM(

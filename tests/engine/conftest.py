@@ -63,7 +63,9 @@ class Bench:
     def stream(self, tokens: list[int], max_tokens: int = 8, **options: Any) -> AsyncIterator[Delta]:
         self._count += 1
         request = {
-            name: options.pop(name) for name in ("id", "priority", "reuse", "caller") if name in options
+            name: options.pop(name)
+            for name in ("id", "priority", "reuse", "caller", "handoff")
+            if name in options
         }
         request.setdefault("id", f"r{self._count}")
         options.setdefault("temperature", 0.0)

@@ -11,6 +11,7 @@ import pytest
 
 from workmem.core.events import BlockQuarantined
 from workmem.core.outcomes import MissReason, TierName
+from workmem.policy.order import Prospect
 from workmem.store.config import BelowConfig, DramConfig, SsdConfig, StoreConfig
 from workmem.store.store import Store
 from workmem.store.tiers.contract import Outcome, PageName, PageOut, Tier
@@ -215,6 +216,28 @@ def test_a_page_that_is_kept_comes_back_as_it_was_put_though_another_store_has_i
         wait_until(lambda: len(told) == 1, 10)
         assert mine.put(chain, [0]) == [Outcome.DONE]
         assert mine.get(chain, [0]) == [Outcome.DONE]
+
+
+def test_whoever_waits_for_a_page_hears_of_it_long_before_the_next_look(shared):
+    chain, options = Chain(namespace(), 4), options_of(shared, poll_s=60.0)
+    with opened(options) as puts, opened(options) as waits:
+        root = puts.register(chain.space)
+        waits.register(chain.space)
+        puts.save(root, chain.writes(indices=range(2)))
+        assert puts.flush(20)
+        time.sleep(0.3)
+        assert waits.lookup(root, chain.keys).blocks == 0, "nobody waits, so nobody looks"
+        wait_until(
+            lambda: (
+                waits.announce(root, chain.keys[:1], Prospect.EXPECTED)
+                or waits.lookup(root, chain.keys).blocks == 2
+            ),
+            10,
+        )
+        puts.save(root, chain.writes(indices=range(2, 4)))
+        # It was said a moment ago, and goes on for as long.
+        wait_until(lambda: waits.lookup(root, chain.keys).blocks == 4, 10)
+        assert read_all(waits, root, chain.keys) == 4
 
 
 def test_an_object_that_is_not_what_was_told_is_a_miss_and_harms_no_other(shared):

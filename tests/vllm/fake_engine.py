@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,8 @@ class Request:
     request_id: str
     prompt: list[int]
     to_generate: int = 0
+    is_prefill: bool = False
+    """Its answer is one token, which is not computed any more."""
     cache_salt: str | None = None
     kv_transfer_params: dict[str, object] | None = None
     kv_hints: object = None
@@ -68,6 +70,48 @@ def content(key: bytes, layer: int) -> np.ndarray:
     return np.frombuffer(hashlib.shake_128(key + bytes([layer])).digest(FACTS.layer_bytes), dtype=np.uint8)
 
 
+class Block:
+    """One of a `FakeVllm`'s, as its pool shows it."""
+
+    is_null = False
+
+    def __init__(self, engine: FakeVllm, block_id: int) -> None:
+        self._engine = engine
+        self.block_id = block_id
+
+    @property
+    def ref_cnt(self) -> int:
+        return self._engine.refs[self.block_id]
+
+    @property
+    def block_hash(self) -> bytes | None:
+        return self._engine.key_of.get(self.block_id)
+
+
+class Pool:
+    """The blocks of a `FakeVllm`, as `pins.BlockPool` has them."""
+
+    def __init__(self, engine: FakeVllm, blocks: int) -> None:
+        self._engine = engine
+        self.num_gpu_blocks = blocks
+        self.blocks = [Block(engine, number) for number in range(blocks)]
+
+    def touch(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            self._engine._take(block.block_id)
+
+    def free_blocks(self, ordered_blocks: Iterable[Block]) -> None:
+        for block in ordered_blocks:
+            self._engine._drop(block.block_id)
+
+    def get_num_free_blocks(self) -> int:
+        return len(self._engine.free)
+
+    def get_cached_block(self, block_hash: bytes, kv_cache_group_ids: list[int]) -> list[Block] | None:
+        found = self._engine.cached.get(block_hash)
+        return None if found is None else [self.blocks[found]]
+
+
 class FakeVllm:
     def __init__(
         self,
@@ -94,6 +138,7 @@ class FakeVllm:
         self.invalid: list[int] = []
         self.asked = 0
         """Times that a request was looked up for."""
+        self.side.bind(Pool(self, blocks), longest_tokens=blocks * SIZE // 2, step_tokens=CHUNK)
 
     def blocks_of_tensors(self) -> Any:
         return KVBlocks(FACTS.layout(0), [[tensor] for tensor in self.tensors])
@@ -148,15 +193,18 @@ class FakeVllm:
         report = self.outcomes.report()
         self._settle(scheduled, by_name, bad)
         self._unpark(arrived, bad)
-        if report is not None:
-            self.side.heard(report)
+        # As in vLLM: requests end before the connector hears how this step's loads did.
         for request in list(self.running):
             if request.computed >= request.num_tokens:
                 self._generated(request)
+        if report is not None:
+            self.side.heard(report)
 
     def run(self, steps: int = 3000) -> None:
         for _ in range(steps):
             if not (self.waiting or self.running or self.parked):
+                # VLLM makes one step more, to tell its workers who has ended.
+                self.step()
                 return
             self.step()
             if not self.running:
@@ -196,6 +244,9 @@ class FakeVllm:
             local = len(hit) * SIZE
             self.asked += 1
             external, is_async = self.side.match(request, local)
+            if external is None:
+                # Passed over, and asked for again in the next step.
+                continue
             assert external % SIZE == 0
             assert local + external <= request.num_tokens - (not is_async)
             adds = 0 if is_async else min(CHUNK, request.num_tokens - local - external)
@@ -280,8 +331,10 @@ class FakeVllm:
         if made < request.to_generate:
             request.all_token_ids.append(1 + sum(request.all_token_ids) % 7)
             return
+        if request.is_prefill:
+            request.all_token_ids.append(1)
         self.running.remove(request)
-        request.answer = self.side.finished(request)
+        request.answer = self.side.finished(request, request.blocks)
         self._give_back(request)
         request.state = "done"
         self.finished.append(request)
@@ -303,10 +356,14 @@ class FakeVllm:
 
     def _give_back(self, request: Request) -> None:
         for block in reversed(request.blocks):
-            self.refs[block] -= 1
-            if not self.refs[block]:
-                self.free[block] = None
+            self._drop(block)
         request.blocks = []
+
+    def _drop(self, block: int) -> None:
+        self.refs[block] -= 1
+        assert self.refs[block] >= 0
+        if not self.refs[block]:
+            self.free[block] = None
 
     def _cache(self, request: Request, tokens: int) -> None:
         for key, block in zip(request.block_hashes[: tokens // SIZE], request.blocks, strict=False):

@@ -120,7 +120,7 @@ def test_a_prefetch_brings_pages_to_dram_before_the_request_has_its_turn(tmp_pat
     again = Request("b", PROMPT)
     second.add(again)
     assert second.side.counts["prefetches"] == 1
-    lease = second.side._requests["b"].prefetched
+    lease = second.side._requests["b"].prefetched[0]
     assert lease is not None
     settled = threading.Event()
     lease.on_settled(settled.set)

@@ -145,6 +145,17 @@ def test_ours_given_by_hand_is_not_added_twice():
     ] == ["WorkmemConnector", "OffloadingConnector"]
 
 
+def test_a_role_given_by_hand_stays():
+    producer = OURS | {"kv_role": "kv_producer"}
+    assert transfer(*with_config(producer)) == producer
+    several = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [PEER, producer]},
+    }
+    assert transfer(*with_config(several))["kv_connector_extra_config"]["connectors"] == [PEER, producer]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

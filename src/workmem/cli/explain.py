@@ -115,6 +115,8 @@ def _show(console: Console, explanation: dict[str, Any]) -> None:
         state = f"{cached} reused ({f'{cached / prompt:.0%}' if prompt else '-'})"
     if explanation.get("approximate"):
         state += ", some of it kept rounded (approximate)"
+    if handoff := explanation.get("handoff"):
+        state += f", {handoff['tokens']} of them loaded after {handoff['waited_s']:.2f} s of waiting for another server"
     console.print(f"[bold]{escape(explanation['request_id'])}[/]: {prompt} prompt tokens, {state}")
     table = Table("span", "tokens", "from", "count", "why", box=None, pad_edge=False)
     for column in (1, 3):

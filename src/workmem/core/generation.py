@@ -6,9 +6,10 @@ The embedded engine implements `Engine`; tests implement it with a fake only for
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import msgspec
+from msgspec import Meta
 
 from workmem.core.outcomes import COMPUTED, SourceRun
 
@@ -59,6 +60,24 @@ class RenderedPrompt(msgspec.Struct, frozen=True, kw_only=True):
     spans: tuple[Span, ...]
 
 
+class Handoff(msgspec.Struct, frozen=True, kw_only=True):
+    """What whoever sends a request knows: its prompt was just computed elsewhere, and comes to the store. Advice."""
+
+    tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    """Of the prompt, from its beginning."""
+    wait_s: Annotated[float, Meta(ge=0)]
+    """It is worth to wait so many seconds for their blocks rather than to compute them; engines clip it."""
+
+
+class HandoffReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a handoff."""
+
+    waited_s: float
+    """How long the request was held back for it."""
+    tokens: int
+    """Of the prompt, that came from below vram."""
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One completion of one prompt. `priority`: lower runs earlier, as in vLLM."""
 
@@ -69,6 +88,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     reuse: bool = True
     """False computes everything and leaves nothing behind."""
+    handoff: Handoff | None = None
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
@@ -88,6 +108,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     sources: tuple[SourceRun, ...]
     approximate: bool = False
     """Some of the tokens that were not computed may have come back rounded from a tier that was told to."""
+    handoff: HandoffReport | None = None
+    """Where the request had one."""
 
     @property
     def cached_tokens(self) -> int:

@@ -15,7 +15,7 @@ from workmem.gateway.exchange import Answer, Exchange, header_map, state_of
 from workmem.gateway.failures import json_response
 from workmem.gateway.generation import Generation, Order, Service, start
 from workmem.gateway.models import require_model
-from workmem.gateway.replies import chat_logprobs, tool_call_body, usage_body
+from workmem.gateway.replies import chat_logprobs, tool_call_body, transfer_body, usage_body
 from workmem.gateway.sse import DONE, KEEPALIVE, EventStream, event
 from workmem.prompt.decode import convert, decode_json
 from workmem.prompt.forced_calls import forced_schema, offered_names
@@ -52,6 +52,7 @@ async def chat_completions(exchange: Exchange) -> Answer:
         caller=with_session(caller, service.sessions, request.model, messages),
         priority=request.priority or 0,
         reuse=request.allows_reuse,
+        handoff=request.handoff,
     )
     reply = _Reply(service, request, order, await start(service, order, exchange))
     if request.stream:
@@ -136,7 +137,7 @@ class _Reply:
             for index, choice in enumerate(self._choices)
         ]
         body = self._head("chat.completion") | {"choices": choices}
-        return body | {"usage": usage_body(self._generation.usages, self._order.n)}
+        return body | self._costs()
 
     async def events(self) -> AsyncGenerator[bytes]:
         """The events of a streamed answer."""
@@ -153,8 +154,7 @@ class _Reply:
                 if data:
                     yield data
         if with_usage:
-            usage = usage_body(self._generation.usages, self._order.n)
-            yield event(head | {"choices": [], "usage": usage})
+            yield event(head | {"choices": []} | self._costs())
         yield DONE
 
     def _chunks(
@@ -186,6 +186,10 @@ class _Reply:
             }
             chunks.append(last)
         return chunks
+
+    def _costs(self) -> dict[str, Any]:
+        usages, n = self._generation.usages, self._order.n
+        return {"usage": usage_body(usages, n), **transfer_body(usages, n)}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {

@@ -15,7 +15,7 @@ from workmem.gateway.exchange import Answer, Exchange, header_map, state_of
 from workmem.gateway.failures import json_response
 from workmem.gateway.generation import Generation, Order, Service, start
 from workmem.gateway.models import require_model
-from workmem.gateway.replies import completion_logprobs, usage_body
+from workmem.gateway.replies import completion_logprobs, transfer_body, usage_body
 from workmem.gateway.sse import DONE, KEEPALIVE, EventStream, event
 from workmem.prompt.decode import convert, decode_json
 from workmem.prompt.identity import history_of, identify, with_session
@@ -47,6 +47,7 @@ async def completions(exchange: Exchange) -> Answer:
         caller=with_session(caller, service.sessions, request.model, history_of(raw)),
         priority=request.priority or 0,
         reuse=request.allows_reuse,
+        handoff=request.handoff,
     )
     reply = _Reply(service, request, order, await start(service, order, exchange))
     if request.stream:
@@ -111,7 +112,7 @@ class _Reply:
             }
             for index, texts in enumerate(self._texts)
         ]
-        return self._head() | {"choices": choices, "usage": self._usage()}
+        return self._head() | {"choices": choices, **self._costs()}
 
     async def events(self) -> AsyncGenerator[bytes]:
         """The events of a streamed answer."""
@@ -126,7 +127,7 @@ class _Reply:
                 if delta.text or delta.logprobs or delta.finish_reason is not None:
                     yield event(head | {"choices": [self._chunk(index, delta)]})
         if with_usage:
-            yield event(head | {"choices": [], "usage": self._usage()})
+            yield event(head | {"choices": [], **self._costs()})
         yield DONE
 
     def _chunk(self, index: int, delta: Delta) -> dict[str, Any]:
@@ -141,8 +142,9 @@ class _Reply:
             "finish_reason": delta.finish_reason,
         }
 
-    def _usage(self) -> dict[str, Any]:
-        return usage_body(self._generation.usages, self._order.n)
+    def _costs(self) -> dict[str, Any]:
+        usages, n = self._generation.usages, self._order.n
+        return {"usage": usage_body(usages, n), **transfer_body(usages, n)}
 
     def _head(self) -> dict[str, Any]:
         return {

@@ -14,6 +14,7 @@ from workmem.core.generation import (
     Delta,
     Engine,
     GenerateRequest,
+    Handoff,
     RenderedPrompt,
     SamplingParams,
     Usage,
@@ -53,6 +54,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     caller: Caller
     priority: int = 0
     reuse: bool = True
+    handoff: Handoff | None = None
 
     def requests(self) -> list[GenerateRequest]:
         """One per choice; position p * n + c is choice c of prompt p, as OpenAI counts."""
@@ -65,6 +67,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
                 caller=self.caller,
                 priority=self.priority,
                 reuse=self.reuse,
+                handoff=self.handoff,
             )
             for index in range(count)
         ]
@@ -166,7 +169,9 @@ class Generation:
         self.usages[index] = delta.usage
         if index % self._order.n == 0:
             usage = delta.usage
-            self._service.history.finish(request.id, usage.sources, approximate=usage.approximate)
+            self._service.history.finish(
+                request.id, usage.sources, approximate=usage.approximate, handoff=usage.handoff
+            )
         return _Ended()
 
     def _remember(self) -> None:

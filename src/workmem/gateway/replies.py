@@ -33,6 +33,19 @@ def usage_body(usages: Mapping[int, Usage], n: int) -> dict[str, Any]:
     }
 
 
+def transfer_body(usages: Mapping[int, Usage], n: int) -> dict[str, Any]:
+    """`kv_transfer_params` of an answer, as vLLM has it; nothing where no handoff was asked for.
+
+    The longest that a choice waited, and what was loaded for the first choice of each prompt.
+    """
+    told = [(index, usage.handoff) for index, usage in usages.items() if usage.handoff is not None]
+    if not told:
+        return {}
+    tokens = sum(report.tokens for index, report in told if index % n == 0)
+    waited_s = max(report.waited_s for _, report in told)
+    return {"kv_transfer_params": {"workmem": {"handoff": {"waited_s": waited_s, "tokens": tokens}}}}
+
+
 def chat_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
     """`logprobs` of a chat choice."""
     content = [

@@ -9,7 +9,7 @@ from itertools import takewhile
 
 import msgspec
 
-from workmem.core.generation import Span
+from workmem.core.generation import HandoffReport, Span
 from workmem.core.outcomes import COMPUTED, MissReason, SourceRun
 
 UNACCOUNTED = "unaccounted"
@@ -68,6 +68,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
     approximate: bool
     """Whether some of the reused KV may have been kept rounded (`store.ssd.approximate`)."""
+    handoff: HandoffReport | None
+    """Where the request had one: how long it waited for tokens computed elsewhere, and how many came."""
     tokens_by_source: dict[str, int]
     spans: tuple[ExplainedSpan, ...]
     compared_with: str | None
@@ -112,6 +114,7 @@ def account(
     spans: tuple[Span, ...],
     sources: tuple[SourceRun, ...] | None,
     approximate: bool,
+    handoff: HandoffReport | None,
     compared_with: str | None,
     difference: Difference | None,
     block_tokens: int,
@@ -131,6 +134,7 @@ def account(
         prompt_tokens=prompt_tokens,
         cached_tokens=prompt_tokens - by_source.get(COMPUTED, 0) - by_source.get(UNACCOUNTED, 0),
         approximate=approximate,
+        handoff=handoff,
         tokens_by_source=by_source,
         spans=_explained(spans, runs),
         compared_with=compared_with,

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import islice
 
-from workmem.core.generation import Span
+from workmem.core.generation import HandoffReport, Span
 from workmem.core.layout import BLOCK_TOKENS
 from workmem.core.outcomes import SourceRun
 from workmem.index.explanation import Difference, Explanation, account, describe
@@ -29,6 +29,7 @@ class _Prompt:
         "approximate",
         "created",
         "difference",
+        "handoff",
         "nearest_id",
         "request_id",
         "sources",
@@ -49,6 +50,7 @@ class _Prompt:
         self.difference: Difference | None = None
         self.sources: tuple[SourceRun, ...] | None = None
         self.approximate = False
+        self.handoff: HandoffReport | None = None
 
 
 class PromptHistory:
@@ -92,8 +94,17 @@ class PromptHistory:
         while len(self._held) > self._prompts_max or self._held_tokens > self._tokens_max:
             self._forget_oldest()
 
-    def finish(self, request_id: str, sources: tuple[SourceRun, ...], *, approximate: bool = False) -> None:
-        """Record where the tokens came from, and whether some of their KV was rounded. A request no longer held is ignored.
+    def finish(
+        self,
+        request_id: str,
+        sources: tuple[SourceRun, ...],
+        *,
+        approximate: bool = False,
+        handoff: HandoffReport | None = None,
+    ) -> None:
+        """Record where the tokens came from, whether some of their KV was rounded, and how long they were waited for.
+
+        A request no longer held is ignored.
 
         Fewer tokens than the prompt has are fine (a cancelled request); more raise ValueError.
         """
@@ -106,7 +117,7 @@ class PromptHistory:
                 f"sources of request {request_id} account for {accounted} tokens, "
                 f"but its prompt has {len(prompt.token_ids)}"
             )
-        prompt.sources, prompt.approximate = sources, approximate
+        prompt.sources, prompt.approximate, prompt.handoff = sources, approximate, handoff
 
     def explain(self, request_id: str) -> Explanation | None:
         """Account for every prompt token of a request; None if it is not held (any more)."""
@@ -119,6 +130,7 @@ class PromptHistory:
             spans=prompt.spans,
             sources=prompt.sources,
             approximate=prompt.approximate,
+            handoff=prompt.handoff,
             compared_with=prompt.nearest_id,
             difference=prompt.difference,
             block_tokens=self._block_tokens,

@@ -47,7 +47,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("vllm.workmem")
 
 IDLE_WAIT_S = 0.002
-"""A step without a request waits so long for a load: an engine that turns in place has the interpreter, and its core."""
+"""A step without a request waits so long, for a load or a handoff: an engine that turns in place has the interpreter, and
+its core."""
+
+
+_ANSWERED = {"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"}
 
 
 @dataclass
@@ -116,9 +120,9 @@ class WorkmemConnector(KVConnectorBase_V1, SupportsHMA):
         return 0 if side is None else self._guard.call(side.levers.gives_way, 0)
 
     def has_pending_block_frees(self) -> bool:
-        """VLLM asks before it preempts: pins give way, and it tries again in its next step. See `Levers.is_short`."""
+        """VLLM asks before it preempts: what is held gives way, and it tries again. See `SchedulerSide.is_short`."""
         side = self._scheduler
-        return side is not None and self._guard.call(side.levers.is_short, False)
+        return side is not None and self._guard.call(side.is_short, False)
 
     def on_new_request(self, request: Any) -> None:
         """See `SchedulerSide.arrives`."""
@@ -127,7 +131,7 @@ class WorkmemConnector(KVConnectorBase_V1, SupportsHMA):
             self._guard.call(lambda: side.arrives(request, self._adapter(request)), None)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """See `SchedulerSide.match`."""
+        """See `SchedulerSide.match`. VLLM asks again in its next step for one that is told None."""
         side = self._scheduler
         if side is None:
             return 0, False
@@ -177,8 +181,8 @@ class WorkmemConnector(KVConnectorBase_V1, SupportsHMA):
         side = self._scheduler
         if side is None:
             return False, None
-        # A client that has gone away takes no next turn.
-        kept = [] if request.status.name == "FINISHED_ABORTED" else block_ids
+        # A client that has gone away takes no next turn, and of what failed nobody knows what is in its blocks.
+        kept = block_ids if request.status.name in _ANSWERED else []
         return False, self._guard.call(lambda: side.finished(request, kept), None)
 
     def request_finished_all_groups(
@@ -247,8 +251,9 @@ class WorkmemConnector(KVConnectorBase_V1, SupportsHMA):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """See `LoadOutcomes.arrived`."""
         del finished_req_ids
-        wait_s = IDLE_WAIT_S if self._plan().is_idle else 0.0
-        return None, self._outcomes.arrived(wait_s) or None
+        plan = self._plan()
+        wait_s = IDLE_WAIT_S if plan.is_idle else 0.0
+        return None, self._outcomes.arrived(wait_s, anyway=plan.holds_back) or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """See `LoadOutcomes.failed_blocks`."""
@@ -329,7 +334,7 @@ class WorkmemConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _bind_pool(self, side: SchedulerSide, pool: Any) -> None:
         limits = self._vllm_config.scheduler_config
-        side.levers.bind(
+        side.bind(
             pool,
             longest_tokens=self._vllm_config.model_config.max_model_len,
             step_tokens=limits.max_num_batched_tokens,
@@ -338,7 +343,7 @@ class WorkmemConnector(KVConnectorBase_V1, SupportsHMA):
         reset = pool.reset_prefix_cache
 
         def release_and_reset() -> bool:
-            self._guard.call(side.levers.release, None)
+            self._guard.call(side.release, None)
             self._is_empty = reset()
             if self._is_empty:
                 self._adapters.emptied()
@@ -351,7 +356,7 @@ class WorkmemConnector(KVConnectorBase_V1, SupportsHMA):
     def _gone_off(self) -> None:
         if self._scheduler is not None:
             # With a guard of its own: that one is off by now.
-            Guard("pins").call(self._scheduler.levers.release, None)
+            Guard("pins").call(self._scheduler.release, None)
         if self._worker is not None:
             self._worker.give_up()
 

@@ -10,7 +10,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from workmem.engines.vllm.guard import Guard
-from workmem.engines.vllm.telling import METRICS, PREFIX, added, summary
+from workmem.engines.vllm.telling import METRICS, PREFIX, Metric, added, summary
 
 
 class WorkmemStats(KVConnectorStats):
@@ -42,7 +42,7 @@ class WorkmemMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._levels: Counter[tuple[int, str]] = Counter()
-        self._is_level: dict[str, bool] = {}
+        self._metric_of: dict[str, Metric] = {}
         self._series: dict[tuple[int, str], Any] = {}
         self._guard = Guard("metrics")
         self._guard.call(self._make, None)
@@ -61,7 +61,7 @@ class WorkmemMetrics(KVConnectorPromMetrics):
             else:
                 made = self._counter_cls(**about)
             for value, count in metric.names(name).items():
-                self._is_level[count] = metric.is_level
+                self._metric_of[count] = metric
                 for engine, own in self.per_engine_labelvalues.items():
                     self._series[engine, count] = made.labels(*own, *([value] if metric.label else []))
 
@@ -70,8 +70,9 @@ class WorkmemMetrics(KVConnectorPromMetrics):
             series = self._series.get((engine, count))
             if series is None:
                 continue
-            if self._is_level[count]:
+            metric = self._metric_of[count]
+            if metric.is_level:
                 self._levels[engine, count] += change
                 series.set(self._levels[engine, count])
             else:
-                series.inc(change)
+                series.inc(metric.scale * change)

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from workmem.core.generation import Handoff
+
 INT64_MAX = 2**63 - 1
 CHOICES_MAX = 128
 """Completions that one HTTP request may ask for, prompts times `n`."""
@@ -45,11 +47,18 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     response_format: ResponseFormat | None = None
     workmem: Extension | None = None
+    kv_transfer_params: TransferParams | None = None
 
     @property
     def allows_reuse(self) -> bool:
         """Whether the prompt may come from memory, and stay there."""
         return self.workmem is None or self.workmem.reuse is not False
+
+    @property
+    def handoff(self) -> Handoff | None:
+        """What its sender knows of a prompt that was just computed elsewhere."""
+        said = self.kv_transfer_params
+        return None if said is None or said.workmem is None else said.workmem.handoff
 
     @property
     def wants_usage(self) -> bool:
@@ -62,6 +71,18 @@ class Extension(msgspec.Struct, frozen=True, kw_only=True):
 
     reuse: bool | None = None
     """False computes the whole prompt and leaves nothing behind, for a fair comparison."""
+
+
+class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
+    """`kv_transfer_params`, as vLLM has it: what is said to whoever moves KV. All but ours is for others."""
+
+    workmem: TransferExtension | None = None
+
+
+class TransferExtension(msgspec.Struct, frozen=True, kw_only=True):
+    """`kv_transfer_params.workmem`. Its hints are for vLLM's connector."""
+
+    handoff: Handoff | None = None
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):

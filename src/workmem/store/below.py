@@ -22,6 +22,9 @@ from workmem.store.tiers.opening import TierOpening
 from workmem.store.tiers.ssd import SsdTier
 from workmem.store.writer import WriterThread
 
+SOON_FOR_S = 0.5
+"""Longer than whoever waits takes to say so again."""
+
 
 class Below:
     """Opened with the store; where nothing is configured it holds nothing and does nothing.
@@ -87,6 +90,12 @@ class Below:
         if promotions:
             assert self.reader is not None
             self.reader.submit(promotions)
+
+    def look_sooner(self) -> None:
+        """Somebody waits for a block that is nowhere: other stores may be putting it into a tier that all share."""
+        tier = self.life.tier
+        if isinstance(tier, AttachedTier) and not self.life.is_away:
+            tier.look_sooner(SOON_FOR_S)
 
     def tick(self) -> None:
         """What is due although nobody calls: look whether the folder is still there, end pauses."""

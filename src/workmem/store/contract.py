@@ -199,7 +199,8 @@ class Steering(Protocol):
     def announce(self, root: bytes, keys: Sequence[BlockKey], prospect: Prospect) -> int:
         """Say what is known of the next use of blocks: EXPECTED until it comes, DONE when there will be none.
 
-        Returns how many of the keys a tier holds; the others are not remembered, and what is pinned stays so.
+        Returns how many of the keys a tier holds; the others are not remembered, and what is pinned stays so. Where
+        one that is EXPECTED is nowhere, what other stores put into a tier they share is heard of sooner for a while.
         Raises ClientError for another prospect.
         """
         ...
@@ -223,3 +224,7 @@ class Steering(Protocol):
         held. Raises ClientError where the tier cannot keep it.
         """
         ...
+
+
+class SteeredStore(KVStore, Steering, Protocol):
+    """A store that takes advice."""

@@ -212,7 +212,10 @@ class Store:
 
     def announce(self, root: bytes, keys: Sequence[BlockKey], prospect: Prospect) -> int:
         """See `Steering.announce`."""
-        return self._pins.announce(self._pool.space(root), keys, prospect)
+        count = self._pins.announce(self._pool.space(root), keys, prospect)
+        if prospect is Prospect.EXPECTED and count < len(keys):
+            self._below.look_sooner()
+        return count
 
     def bind(self, root: bytes, keys: Sequence[BlockKey], group: str) -> int:
         """See `Steering.bind`."""

@@ -14,6 +14,7 @@ from workmem.core.errors import ContextTooLong
 from workmem.core.generation import (
     Delta,
     GenerateRequest,
+    HandoffReport,
     ModelInfo,
     RenderedPrompt,
     Span,
@@ -40,6 +41,8 @@ class FakeEngine:
         """Before each piece."""
         self.approximate = False
         """What usage says of reused KV."""
+        self.waited_s = 0.125
+        """What usage says of a handoff."""
         self.first_error: Exception | None = None
         """Raised instead of the first delta."""
         self.later_error: Exception | None = None
@@ -118,6 +121,7 @@ class FakeEngine:
             completion_tokens=len(answer),
             sources=sources,
             approximate=self.approximate and any(run.source != COMPUTED for run in sources),
+            handoff=None if request.handoff is None else HandoffReport(waited_s=self.waited_s, tokens=32),
         )
         yield Delta(finish_reason=reason, usage=usage)
 

@@ -33,6 +33,8 @@ class EmbeddedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Most requests computed at the same time."""
     queue_max: Positive = 256
     """Most requests waiting; one more is refused with 429."""
+    handoff_wait_max_s: Annotated[float, Meta(ge=0)] = 5.0
+    """Longest that a request waits aside for blocks that were just computed elsewhere, whatever its handoff says. 0: never."""
     default_max_tokens: Positive = 1024
     """Output bound of a request that names none. Admission commits it, so a small one admits more."""
     threads: Annotated[int, Meta(ge=0)] = 0

@@ -34,7 +34,7 @@ from workmem.engines.embedded.loader import LoadedModel, load
 from workmem.engines.embedded.output import OutputWriter
 from workmem.engines.embedded.sequence import Sequence
 from workmem.engines.embedded.tokenizer import ModelTokenizer
-from workmem.store.contract import KVStore
+from workmem.store.contract import SteeredStore
 
 TENANTS_MAX = 4096
 """Each tenant is a namespace of its own in every tier, for as long as the process lives."""
@@ -48,7 +48,7 @@ class EmbeddedEngine:
         config: EmbeddedConfig,
         loaded: LoadedModel,
         tokenizer: ModelTokenizer,
-        store: KVStore | None,
+        store: SteeredStore | None,
         *,
         name: str,
         sink: EventSink,
@@ -103,7 +103,7 @@ class EmbeddedEngine:
     def open(
         cls,
         config: EmbeddedConfig,
-        store: KVStore | None,
+        store: SteeredStore | None,
         *,
         folder: Path,
         cache_dir: Path,

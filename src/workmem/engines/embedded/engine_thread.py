@@ -22,6 +22,7 @@ from workmem.core.outcomes import COMPUTED
 from workmem.engines.embedded import fuse, tiles
 from workmem.engines.embedded.block_pool import BlockPool
 from workmem.engines.embedded.config import EmbeddedConfig
+from workmem.engines.embedded.handoffs import Handoffs
 from workmem.engines.embedded.kv_pages import KVPages
 from workmem.engines.embedded.loader import LoadedModel
 from workmem.engines.embedded.loading import PageLoader
@@ -32,7 +33,8 @@ from workmem.engines.embedded.runner import PackedRunner, Runner
 from workmem.engines.embedded.saving import PageSaver
 from workmem.engines.embedded.scheduler import Scheduler, Work
 from workmem.engines.embedded.sequence import Phase, Sequence
-from workmem.store.contract import KVStore
+from workmem.policy.handoff import LOOK_MIN_S, Ending
+from workmem.store.contract import SteeredStore
 
 _LOG = logging.getLogger(__name__)
 _IDLE_SECONDS = 0.5
@@ -47,7 +49,7 @@ class EngineThread:
         config: EmbeddedConfig,
         loaded: LoadedModel,
         output: OutputWriter,
-        store: KVStore | None,
+        store: SteeredStore | None,
         *,
         block_count: int,
         dram_tokens: int,
@@ -115,6 +117,8 @@ class EngineThread:
             "computed_tokens_total": self._tokens_computed,
             "prefix_cache_queries_total": self._tokens_asked,
             "prefix_cache_hits_total": self._tokens_cached,
+            **{f"handoffs_{ending}_total": self._handoffs.counts[ending] for ending in Ending},
+            "handoff_wait_seconds_total": self._handoffs.waited_s,
             "load_slices_total": load.slices,
             "load_slices_overlapped_total": load.overlapped,
             "load_layers_waited_total": load.waited,
@@ -263,6 +267,7 @@ class EngineThread:
         self._saver.close()
         for seq in stranded:
             with contextlib.suppress(WorkmemError):
+                self._handoffs.forget(seq)
                 self._restorer.forget(seq)
         self._build_ledgers()
         error = EngineError("the cache met a bug of its own and was switched off; send the request again")
@@ -278,6 +283,7 @@ class EngineThread:
         self._restorer = Restorer(
             store, self.pool, self._loader, wake=self._wake, monotonic=self._clock.monotonic
         )
+        self._handoffs = Handoffs(store, self._config.handoff_wait_max_s)
         self.scheduler = Scheduler(
             self.pool,
             self._restorer,
@@ -286,6 +292,7 @@ class EngineThread:
             running_max=self._config.running_max,
             dram_blocks=self._dram_tokens // layout.block_tokens,
             sink=self._sink,
+            handoffs=self._handoffs,
         )
 
     def _make_runner(self, cache_dir: Path) -> Runner:
@@ -302,9 +309,14 @@ class EngineThread:
             self._ready.notify_all()
 
     def _sleep(self) -> None:
-        """Until something arrives; a lease that settles wakes us, a save that somebody waits for does not."""
+        """Until something arrives; a lease that settles wakes us, what somebody waits for in the store does not."""
         with self._ready:
             if not self._inbox and not self._stopping and not self._is_woken:
-                self._ready.wait(_SPILL_POLL_SECONDS if self._restorer.awaits_saves else _IDLE_SECONDS)
+                self._ready.wait(self._pause())
             # What came between the last look and now is looked at next, not slept over.
             self._is_woken = False
+
+    def _pause(self) -> float:
+        if self._restorer.awaits_saves:
+            return _SPILL_POLL_SECONDS
+        return LOOK_MIN_S if self.scheduler.holds_back else _IDLE_SECONDS

@@ -8,7 +8,7 @@ from workmem.core.clock import Clock
 from workmem.core.errors import EngineError
 from workmem.core.events import EventSink, RequestFinished
 from workmem.core.generation import Delta, TokenLogprob, Usage
-from workmem.core.outcomes import COMPUTED
+from workmem.core.outcomes import COMPUTED, TierName
 from workmem.engines.embedded.detokenize import OutputText
 from workmem.engines.embedded.grammar import Grammar
 from workmem.engines.embedded.sampling import Sampled, SamplerState, sample
@@ -155,6 +155,7 @@ class OutputWriter:
             completion_tokens=seq.output_len + extra,
             sources=seq.sources,
             approximate=self._approximate and any(run.source != COMPUTED for run in seq.sources),
+            handoff=None if seq.wait is None else seq.wait.report(_loaded(seq)),
         )
 
     def _finished(self, seq: Sequence, reason: str) -> None:
@@ -170,3 +171,8 @@ class OutputWriter:
                 total_s=now - seq.arrived,
             )
         )
+
+
+def _loaded(seq: Sequence) -> int:
+    """Prompt tokens that the store had."""
+    return sum(run.tokens for run in seq.sources if run.source not in (TierName.VRAM, COMPUTED))

@@ -18,6 +18,7 @@ from workmem.core.events import BoundReached, EventSink, RequestAdmitted, Reques
 from workmem.core.keys import BlockKey
 from workmem.core.outcomes import MissReason, TierName
 from workmem.engines.embedded.block_pool import BlockPool
+from workmem.engines.embedded.handoffs import Handoffs
 from workmem.engines.embedded.sequence import Phase, Sequence
 
 BYPASS_MAX = 64
@@ -102,6 +103,7 @@ class Scheduler:
         running_max: int,
         dram_blocks: int,
         sink: EventSink,
+        handoffs: Handoffs | None = None,
     ) -> None:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -116,16 +118,25 @@ class Scheduler:
         self._running_max = running_max
         self._dram_blocks = dram_blocks
         self._sink = sink
+        self._handoffs = handoffs or Handoffs(None, 0.0)
         self._computing: dict[BlockKey, Sequence] = {}
 
     # --- queue ---
 
     def add(self, seq: Sequence) -> None:
         """Queue a request in order of (priority, arrival)."""
+        if seq.admitted_at is None and seq.wait is None:
+            self._handoffs.arrives(seq)
         bisect.insort(self.waiting, seq, key=lambda s: s.order)
+
+    @property
+    def holds_back(self) -> bool:
+        """Somebody waits for blocks that are computed elsewhere."""
+        return any(seq.wait is not None and not seq.wait.is_over for seq in self.waiting)
 
     def finish(self, seq: Sequence) -> None:
         """Take a sequence out, wherever it stands; its named blocks stay cached."""
+        self._handoffs.forget(seq)
         if seq.phase is Phase.RUNNING:
             self.running.remove(seq)
             self._give_back(seq)
@@ -138,6 +149,7 @@ class Scheduler:
 
     def plan(self, now: float) -> list[Work]:
         """Admit what fits, then share the token budget: one token per decoding request, the rest prefill."""
+        self._handoffs.step_begins(now)
         self._admit(now)
         decodes: list[Work] = []
         prefills: list[Sequence] = []
@@ -196,7 +208,8 @@ class Scheduler:
         passed: list[Sequence] = []
         leases = sum(1 for seq in self.waiting if seq.lease is not None)
         leases += sum(1 for seq in self.running if seq.is_loading)
-        for seq in list(self.waiting):
+        # For one that waits no room is made: it cannot use it yet.
+        for seq in [seq for seq in self.waiting if not self._handoffs.waits(seq, self._hits, now)]:
             if len(self.running) >= self._running_max and not self._preempt_for(seq, places=1):
                 break
             had_lease = seq.lease is not None
@@ -219,9 +232,8 @@ class Scheduler:
                 passed.append(seq)
 
     def _try_admit(self, seq: Sequence, now: float, *, may_lease: bool) -> Verdict:
-        reusable = seq.keys[: seq.reusable_blocks] if seq.request.reuse else []
         oversize = self._is_oversize(seq)
-        hits = [] if oversize else self._pool.match(reusable)
+        hits = self._hits(seq)
         committed = self._commitment(seq)
         need = committed - len(hits) + self._pool.idle_among(hits)
         if need > self._pool.idle_count - self.outstanding():
@@ -230,12 +242,20 @@ class Scheduler:
             return Verdict.NO_ROOM
         if not may_lease or not self._fetcher.fetch(seq, len(hits), in_place=oversize):
             return Verdict.FETCHING
+        reusable = self._reusable(seq)
         covered = len(hits) + self._fetcher.fetched(seq, len(hits))
         if covered < len(reusable) and reusable[covered] in self._computing:
             self.pending_count += 1
             return Verdict.PENDING
         self._start(seq, hits, committed=committed, oversize=oversize, now=now)
         return Verdict.ADMITTED
+
+    def _reusable(self, seq: Sequence) -> list[BlockKey]:
+        return seq.keys[: seq.reusable_blocks] if seq.request.reuse else []
+
+    def _hits(self, seq: Sequence) -> list[int]:
+        """Its leading blocks that are in vram. One larger than the pool reads its own from dram."""
+        return [] if self._is_oversize(seq) else self._pool.match(self._reusable(seq))
 
     def _is_oversize(self, seq: Sequence) -> bool:
         return seq.total_blocks > self._pool.block_count

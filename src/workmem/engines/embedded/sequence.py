@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from workmem.engines.embedded.grammar import Grammar
     from workmem.engines.embedded.loading import LoadGate
     from workmem.engines.embedded.sampling import SamplerState
+    from workmem.policy.handoff import HandoffWait
     from workmem.store.contract import Lease
 
 
@@ -76,6 +77,11 @@ class Sequence:
         self.reuse_denied = 0
         """Blocks from this index on must be computed: a load of this one failed."""
         self.denied_reason = MissReason.CORRUPT
+
+        self.wait: HandoffWait | None = None
+        """Where the request has a handoff."""
+        self.wait_leased = 0
+        """Leading blocks that were brought to dram while it waited."""
 
         self.sources: tuple[SourceRun, ...] = ()
         self.sampler: SamplerState

@@ -19,6 +19,8 @@ class VllmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Fewer blocks than this are computed rather than loaded."""
     load_s: Annotated[float, Meta(gt=0)] = 30.0
     """Longest that a request waits for pages from below dram; then the rest is computed."""
+    handoff_wait_max_s: Annotated[float, Meta(ge=0)] = 5.0
+    """Longest that a request is held back for blocks that were just computed elsewhere, whatever its handoff says. 0: never."""
     deny_s: Annotated[float, Meta(gt=0)] = 60.0
     """A block that could not be loaded is not offered again for so long."""
     prefetch_share: Annotated[float, Meta(ge=0, le=1)] = 0.25

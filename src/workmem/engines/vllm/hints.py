@@ -5,6 +5,7 @@ Advice: what cannot be read is named to the client, and never an error.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Any, cast
@@ -12,12 +13,16 @@ from typing import Annotated, Any, cast
 import msgspec
 from msgspec import Meta
 
+from workmem.core.generation import Handoff
+
 ACTIONS_MAX = 16
 """Of one request."""
 TEXT_MAX = 256
 """Characters of a session, a group or an id."""
 ROADS = ("workmem", "kv_hints")
 """Under these names `kv_transfer_params` may have an envelope."""
+HANDOFF_ROAD = "workmem"
+"""Under this one, a handoff beside it."""
 
 Name = Annotated[str, Meta(min_length=1, max_length=TEXT_MAX)]
 Priority = Annotated[int, Meta(ge=-100, le=100)]
@@ -82,6 +87,8 @@ class Hints(msgspec.Struct):
     actions: list[Action] = []
     outcomes: list[Outcome] = []
     """Of those that cannot be done, from the beginning; the others join as they are done."""
+    handoff: Handoff | None = None
+    """Its prompt was just computed elsewhere."""
 
 
 class _Said(msgspec.Struct, frozen=True):
@@ -105,6 +112,8 @@ def read_hints(envelope: object, params: Mapping[str, Any] | None, session: obje
         hints.session = hints.session or _name(beside.get("session_id"))
         if priority is None:
             priority = _priority(hints, f"kv_transfer_params.{road}.priority", beside.get("priority"))
+        if road == HANDOFF_ROAD:
+            hints.handoff = _handoff(hints, f"kv_transfer_params.{road}.handoff", beside.get("handoff"))
     of_actions = max((action.payload.priority for action in hints.actions), default=0)
     hints.priority = of_actions if priority is None else priority
     return hints
@@ -118,6 +127,21 @@ def _priority(hints: Hints, place: str, said: object) -> int | None:
     except msgspec.ValidationError as error:
         hints.outcomes.append(Outcome(place, "rejected", str(error)))
         return None
+
+
+def _handoff(hints: Hints, place: str, said: object) -> Handoff | None:
+    if said is None:
+        return None
+    try:
+        found = msgspec.convert(said, Handoff)
+    except msgspec.ValidationError as error:
+        hints.outcomes.append(Outcome(place, "rejected", str(error)))
+        return None
+    if not math.isfinite(found.wait_s):
+        # JSON has no such number, and parsers take it all the same.
+        hints.outcomes.append(Outcome(place, "rejected", f"wait_s is {found.wait_s}; give seconds"))
+        return None
+    return found
 
 
 def _name(said: object) -> str:

@@ -133,6 +133,12 @@ def _own(settings: dict[str, str]) -> dict[str, Any]:
     return config | ({"kv_connector_extra_config": settings} if settings else {})
 
 
+def _with_role(theirs: Mapping[str, Any], settings: dict[str, str]) -> dict[str, Any]:
+    """Ours as somebody wrote it: a server that is to prefill, or to decode, does not do both."""
+    role = {key: value for key, value in theirs.items() if key == "kv_role"}
+    return _own(_extra(theirs) | settings) | role
+
+
 def _merged(text: str, settings: dict[str, str]) -> dict[str, Any]:
     """The user's own connector and ours, theirs first: vLLM loads from the first that has something, and saves to all."""
     try:
@@ -145,9 +151,8 @@ def _merged(text: str, settings: dict[str, str]) -> dict[str, Any]:
             "say recompute, or leave it out"
         )
     if _is_ours(theirs):
-        return _own(_extra(theirs) | settings) | {
-            key: value for key, value in theirs.items() if key not in _own({"": ""})
-        }
+        own = _with_role(theirs, settings)
+        return own | {key: value for key, value in theirs.items() if key not in _own({"": ""})}
     if "kv_connector" not in theirs:
         raise ConfigError(f"{_TRANSFER} names no kv_connector: leave it out, or name one")
     outer: dict[str, Any] = {"kv_role": "kv_both"}
@@ -159,7 +164,7 @@ def _merged(text: str, settings: dict[str, str]) -> dict[str, Any]:
         # vLLM hands one engine id to all children, and refuses a child with its own.
         outer |= {key: theirs[key] for key in ("engine_id",) if key in theirs}
         children, extra = [{key: value for key, value in theirs.items() if key != "engine_id"}], {}
-    children = [_own(_extra(child) | settings) if _is_ours(child) else child for child in children]
+    children = [_with_role(child, settings) if _is_ours(child) else child for child in children]
     if not any(_is_ours(child) for child in children):
         children.append(_own(settings))
     extra["connectors"] = children

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import msgspec
 
@@ -18,7 +17,7 @@ from workmem.engines.vllm.pins import BlockPool, DevicePins, Owner
 from workmem.engines.vllm.requests import EngineRequest, Tracked
 from workmem.policy.order import Prospect
 from workmem.policy.retention import Lru, Retention, Ttl, Turn
-from workmem.store.contract import KVStore, Lease, Steering
+from workmem.store.contract import Lease, SteeredStore
 
 SESSIONS_MAX = 1024
 SESSION_KEYS_MAX = 1 << 18
@@ -28,10 +27,6 @@ NAME_MAX = 400
 """Characters of an owner or a name that the store is told as they are; of others it is told a digest."""
 PREFETCH_S = 60.0
 PREFETCH_MAX_S = 300.0
-
-
-class SteeredStore(KVStore, Steering, Protocol):
-    """A store that takes advice."""
 
 
 class Session(msgspec.Struct, frozen=True):

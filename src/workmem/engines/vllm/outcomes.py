@@ -44,13 +44,13 @@ class LoadOutcomes:
             if not is_seen:
                 self.end(op, 0, why)
 
-    def arrived(self, wait_s: float = 0.0) -> set[str]:
+    def arrived(self, wait_s: float = 0.0, *, anyway: bool = False) -> set[str]:
         """Requests that waited aside whose loads have ended, since the last call.
 
-        Where there are none but some are on their way, waits up to `wait_s` for the first.
+        Where there are none but some are on their way, or `anyway`, waits up to `wait_s` for the first.
         """
         with self._lock:
-            if self._aside and not self._arrived:
+            if (self._aside or anyway) and not self._arrived:
                 self._lock.wait(wait_s)
             found, self._arrived = self._arrived, set()
         return found

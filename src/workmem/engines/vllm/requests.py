@@ -10,6 +10,7 @@ from workmem.core.keys import BlockKey
 from workmem.engines.vllm.facts import Scope
 from workmem.engines.vllm.hints import read_hints
 from workmem.engines.vllm.steps import Loaded
+from workmem.policy.handoff import HandoffWait
 from workmem.store.contract import Lease
 
 PEER = "peer"
@@ -97,7 +98,11 @@ class Tracked:
         """Blocks from this one on could not be loaded, and are not promised to it again; -1: none failed."""
         self.saved = 0
         """Leading blocks that the store has or has been given."""
-        self.prefetched: Lease | None = None
+        self.prefetched: list[Lease] = []
+        self.prefetched_to = 0
+        """Leading blocks that are in those, or need not be."""
+        self.wait: HandoffWait | None = None
+        """Where it has a handoff."""
         self.sources: Counter[str] = Counter()
         """Prompt tokens by where they came from, but for those computed."""
         self.miss = ""

@@ -13,10 +13,25 @@ from workmem.engines.vllm.announcing import Announcement, Announcer, RunOrigin
 from workmem.engines.vllm.config import VllmConfig
 from workmem.engines.vllm.denied import AWAY_S, Denied
 from workmem.engines.vllm.facts import SALT_MAX, EngineFacts, Namespaces, Scope
-from workmem.engines.vllm.levers import Levers, SteeredStore
+from workmem.engines.vllm.handoffs import Handoffs
+from workmem.engines.vllm.last_saves import LastSaves
+from workmem.engines.vllm.levers import Levers
+from workmem.engines.vllm.pins import BlockPool
 from workmem.engines.vllm.prefetching import Prefetching
 from workmem.engines.vllm.requests import EngineRequest, Tracked
-from workmem.engines.vllm.steps import DAMAGED, LATE, NO_ROOM, LoadOp, Promise, SaveOp, StepPlan, StepReport
+from workmem.engines.vllm.steps import (
+    DAMAGED,
+    LATE,
+    NO_ROOM,
+    Loaded,
+    LoadOp,
+    Promise,
+    SaveOp,
+    StepPlan,
+    StepReport,
+)
+from workmem.store.contract import SteeredStore
+from workmem.store.expecting import Expecting
 
 ANSWER = "workmem"
 """Under this name a response's `kv_transfer_params` say where its tokens came from."""
@@ -77,6 +92,28 @@ class SchedulerSide:
             give_back=self._prefetching.give_back,
             clock=clock,
         )
+        self._expecting = Expecting(store)
+        self._handoffs = Handoffs(
+            self._look,
+            self._expect,
+            facts.block_tokens,
+            self.counts,
+            clock,
+            longest_s=settings.handoff_wait_max_s,
+            load_min_blocks=settings.load_min_blocks,
+        )
+        self._is_apart = False
+        """Its blocks are of an epoch of its own: no other engine's are hits."""
+        self._last_saves = LastSaves()
+
+    def bind(
+        self, pool: BlockPool, *, longest_tokens: int, step_tokens: int, watermark_blocks: int = 0
+    ) -> None:
+        """The engine's pool is there. See `Levers.bind`."""
+        self._last_saves.bind(pool)
+        self.levers.bind(
+            pool, longest_tokens=longest_tokens, step_tokens=step_tokens, watermark_blocks=watermark_blocks
+        )
 
     # -- what a request can have
 
@@ -91,21 +128,26 @@ class SchedulerSide:
         tracked = Tracked(request, Scope.of(adapter, request.cache_salt))
         self._requests[request.request_id] = tracked
         self.levers.arrives(tracked)
+        self._handoffs.arrives(tracked, may_come=self._may_load and not self._is_apart)
         keys = tracked.keys(0, request.num_tokens // self._size)
         if not keys:
             return
         found = self._lookup(tracked, keys)
         tracked.saved = found.blocks
         self._announce(tracked, 0, keys[: found.blocks])
-        if self._may_load and any(tier is not TierName.DRAM for tier in found.tiers):
-            name = request.request_id
-            tracked.prefetched = self._prefetching.lease(
-                tracked.scope, keys[: found.blocks], name, _PREFETCH_TTL_S
-            )
+        self._prefetch(tracked, 0, found)
 
-    def match(self, request: EngineRequest, computed: int) -> tuple[int, bool]:
-        """How many tokens behind the first `computed`, which the engine has, can be loaded; and whether aside."""
+    def match(self, request: EngineRequest, computed: int) -> tuple[int | None, bool]:
+        """How many tokens behind the first `computed`, which the engine has, can be loaded; and whether aside.
+
+        None: it is to be asked for again in the next step, as more is on its way.
+        """
         tracked = self._requests.get(request.request_id)
+        local = computed // self._size
+        if tracked is not None and self._handoffs.waits(
+            tracked, local, lambda found: self._prefetch(tracked, local, found)
+        ):
+            return None, False
         self.levers.asks(request, computed // self._size, tracked, self._requests)
         if tracked is None:
             return 0, False
@@ -181,7 +223,8 @@ class SchedulerSide:
         Where steps overlap, `has` counts tokens of steps under way: some are not known yet, and drafts among them may
         be turned down, and computed again.
         """
-        plan = StepPlan(loads=self._loads, is_idle=not scheduled)
+        plan = StepPlan(loads=self._loads, is_idle=not scheduled, holds_back=self._handoffs.holds_back)
+        self._handoffs.step_begins()
         running: list[tuple[Tracked, int]] = []
         unheard = frozenset[int]().union(*self._unheard.values())
         for name, (has, adds) in scheduled.items():
@@ -200,6 +243,7 @@ class SchedulerSide:
             if self._may_save and not self._is_mixed and unheard.isdisjoint(blocks):
                 self._plan_save(plan, tracked, blocks, has + adds)
         self.levers.steps(running)
+        plan.saves += self._last_saves.take()
         # Last: where something failed before, the loads are still there to be told as failed.
         self._loads = []
         return plan
@@ -210,11 +254,11 @@ class SchedulerSide:
             self._unheard.pop(name, None)
             outcome = load.why_short or "whole"
             self.counts[f"loads_{outcome if outcome in LOAD_OUTCOMES else 'other'}"] += 1
+            self.counts["pages_loaded"] += load.pages
             tracked = self._requests.get(name)
             if tracked is None:
                 continue
             self._release(tracked)
-            self.counts["pages_loaded"] += load.pages
             key = tracked.loaded(load, self._size)
             if key is not None:
                 if load.why_short in DAMAGED:
@@ -234,6 +278,9 @@ class SchedulerSide:
         if tracked is None:
             return None
         self._release(tracked)
+        if blocks:
+            self._settle(tracked, blocks)
+        handoff = self._handoffs.finished(tracked)
         tokens = dict(tracked.sources)
         engine = min(tracked.own * self._size, request.num_prompt_tokens - 1)
         if engine > 0:
@@ -242,6 +289,8 @@ class SchedulerSide:
         answer: dict[str, Any] = {"prompt_tokens": request.num_prompt_tokens, "tokens": tokens}
         if tracked.miss:
             answer["miss"] = tracked.miss
+        if handoff is not None:
+            answer["handoff"] = handoff
         if hints := self.levers.finished(tracked, blocks):
             answer["hints"] = hints
         return {ANSWER: answer}
@@ -257,6 +306,9 @@ class SchedulerSide:
         if self._announcer is not None:
             self._announcer.forget_all()
         self.levers.close()
+        self._last_saves.drop()
+        self._is_apart = True
+        self._handoffs.end_all(list(self._requests.values()))
         for tracked in self._requests.values():
             self._release(tracked)
             tracked.saved = 0
@@ -264,6 +316,15 @@ class SchedulerSide:
     def emptied(self) -> None:
         """The engine has dropped all of its own blocks."""
         self._is_mixed = False
+
+    def is_short(self) -> bool:
+        """The engine is about to preempt. Whether blocks come free by its next step."""
+        return self._last_saves.holds or self.levers.is_short()
+
+    def release(self) -> None:
+        """Nobody may hold a block of the engine."""
+        self._last_saves.drop()
+        self.levers.release()
 
     def take_announcements(self) -> list[Announcement]:
         """Blocks that came to be in the store, or went, since the last call; empty unless it was made to announce."""
@@ -273,9 +334,31 @@ class SchedulerSide:
         """Give back what is held for requests that wait."""
         for tracked in self._requests.values():
             self._release(tracked)
+        self._last_saves.drop()
         self.levers.close()
 
     # -- inside
+
+    def _look(self, tracked: Tracked, keys: Sequence[BlockKey]) -> Lookup | None:
+        """See `Handoffs`."""
+        if tracked.limit >= 0 or min(self._denied.allowed(keys), self._away.allowed(keys)) < len(keys):
+            return None
+        return self._lookup(tracked, keys) if keys else Lookup()
+
+    def _expect(self, tracked: Tracked, keys: Sequence[BlockKey], now: float) -> None:
+        """See `Handoffs`. What one worker's part is put with, the others' are."""
+        self._expecting.expect(self._namespaces.of(tracked.scope)[1][0], keys, now)
+
+    def _prefetch(self, tracked: Tracked, first: int, found: Lookup) -> None:
+        """Have pages from block `first` on, as far as they were found, start their way to dram."""
+        end, start = first + found.blocks, max(first, tracked.prefetched_to)
+        if not self._may_load or all(tier is TierName.DRAM for tier in found.tiers[start - first :]):
+            return
+        tracked.prefetched_to = end
+        name = tracked.request.request_id
+        lease = self._prefetching.lease(tracked.scope, tracked.keys(start, end), name, _PREFETCH_TTL_S)
+        if lease is not None:
+            tracked.prefetched.append(lease)
 
     def _lookup(self, tracked: Tracked, keys: Sequence[BlockKey]) -> Lookup:
         found = self._lookup_in(tracked.scope, keys)
@@ -313,8 +396,8 @@ class SchedulerSide:
         )
 
     def _release(self, tracked: Tracked) -> None:
-        lease, tracked.prefetched = tracked.prefetched, None
-        if lease is not None:
+        leases, tracked.prefetched = tracked.prefetched, []
+        for lease in leases:
             self._prefetching.give_back(lease)
 
     def _starts(self, plan: StepPlan, tracked: Tracked, blocks: Sequence[int], has: int) -> frozenset[int]:
@@ -336,22 +419,41 @@ class SchedulerSide:
 
         Only of known tokens are there keys: what was sampled in a step under way is saved with a later one.
         """
-        first = tracked.saved
-        keys = tracked.keys(first, computed // self._size)
-        if not keys:
+        if (op := self._save_op(tracked, blocks, computed // self._size)) is not None:
+            plan.saves.append(op)
+
+    def _settle(self, tracked: Tracked, blocks: Sequence[int]) -> None:
+        """A request has its answer, so what was promised to it did come: the engine hears of failed loads before that.
+
+        We hear of them after it. So its full blocks are saved now that were not before, as loads of their step were not
+        heard of, or their tokens not known.
+        """
+        request = tracked.request
+        if tracked.promised and tracked.is_ours and tracked.runs:
+            tracked.loaded(Loaded(request.request_id, len(tracked.promised)), self._size)
+        if not self._may_save or self._is_mixed or not self._last_saves.is_bound:
             return
+        # The last token has no KV, and of steps under way none is of use.
+        computed = min(request.num_computed_tokens, request.num_tokens - 1)
+        if (op := self._save_op(tracked, blocks, computed // self._size)) is not None:
+            self._last_saves.add(op)
+
+    def _save_op(self, tracked: Tracked, blocks: Sequence[int], end: int) -> SaveOp | None:
+        """Blocks before number `end` that the store was not seen to have; None where there are none."""
+        first = tracked.saved
+        keys = tracked.keys(first, end)
+        if not keys:
+            return None
         end = tracked.saved = first + len(keys)
         space, _ = self._namespaces.of(tracked.scope)
         before = tracked.keys(first - 1, first) if first else ()
-        plan.saves.append(
-            SaveOp(
-                namespace=space,
-                keys=keys,
-                parent=before[0] if before else b"",
-                depth=first,
-                tokens=tuple(tracked.request.all_token_ids[first * self._size : end * self._size]),
-                blocks=tuple(blocks[first:end]),
-            )
-        )
         self._announce(tracked, first, keys)
         self.counts["pages_offered"] += len(keys)
+        return SaveOp(
+            namespace=space,
+            keys=keys,
+            parent=before[0] if before else b"",
+            depth=first,
+            tokens=tuple(tracked.request.all_token_ids[first * self._size : end * self._size]),
+            blocks=tuple(blocks[first:end]),
+        )

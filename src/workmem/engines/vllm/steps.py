@@ -58,6 +58,8 @@ class StepPlan(msgspec.Struct):
     """Nothing of these is to be had."""
     is_idle: bool = False
     """Nothing is computed in it."""
+    holds_back: bool = False
+    """Somebody waits for a handoff."""
     is_off: bool = False
     """The scheduler's side does nothing any more: what the step writes to is not known."""
 

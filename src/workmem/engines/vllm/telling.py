@@ -14,6 +14,7 @@ from workmem.engines.vllm.guard import Guard
 from workmem.engines.vllm.hints import Kind
 from workmem.engines.vllm.scheduler import LOAD_OUTCOMES, SchedulerSide
 from workmem.engines.vllm.worker import WorkerSide
+from workmem.policy.handoff import Ending
 from workmem.store.contract import SaveState
 
 PREFIX = "vllm:workmem_"
@@ -28,6 +29,8 @@ class Metric(msgspec.Struct, frozen=True):
     """Value of the label to the name of its count. Empty: one series, counted under the metric's own name."""
     is_level: bool = False
     """It goes down as well."""
+    scale: float = 1.0
+    """What is shown of one that was counted."""
 
     def names(self, name: str) -> dict[str, str]:
         """Value of the label, empty without one, to the name of its count."""
@@ -57,6 +60,14 @@ METRICS: dict[str, Metric] = {
         "Contexts brought to dram ahead of their turn, or not for want of room.",
         "outcome",
         {"held": "prefetches", "refused": "prefetches_refused"},
+    ),
+    "handoffs": Metric(
+        "Requests whose prompt was just computed elsewhere, by how the wait for its blocks ended.",
+        "outcome",
+        {ending.value: f"handoffs_{ending.value}" for ending in Ending},
+    ),
+    "handoff_wait_seconds": Metric(
+        "Seconds that requests were held back for a handoff.", series={"": "handoff_waited_ms"}, scale=1e-3
     ),
     "levers": Metric(
         "Actions of hints that were looked at.", "action", {kind: f"lever_{kind}" for kind in Kind}

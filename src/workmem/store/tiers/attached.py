@@ -24,6 +24,7 @@ from workmem.store.tiers.contract import (
     PUT_S,
     ArenaMemory,
     HeldPage,
+    ListeningTier,
     Outcome,
     PageName,
     PageOut,
@@ -112,6 +113,11 @@ class AttachedTier:
             self._strike()
             self._listen()
         return is_done
+
+    def look_sooner(self, seconds: float) -> None:
+        """Somebody waits for pages that other stores put."""
+        if isinstance(self.tier, ListeningTier):
+            self.tier.look_sooner(seconds)
 
     def turn_deaf(self) -> None:
         """Take in nothing more that other stores put. On return none is being taken in."""

@@ -145,6 +145,15 @@ class SharedTier(Tier, Protocol):
         ...
 
 
+@runtime_checkable
+class ListeningTier(SharedTier, Protocol):
+    """A shared tier that has to look for what others put, now and then, and can look sooner."""
+
+    def look_sooner(self, seconds: float) -> None:
+        """Somebody waits for pages of others: for so long from now, hear of them as soon as is fair. At once, from any thread."""
+        ...
+
+
 PUT_S = 30.0
 """Longest that the store waits for a batch of puts or drops."""
 CLOSE_S = 5.0

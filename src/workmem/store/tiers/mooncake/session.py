@@ -36,6 +36,8 @@ QUEUE_MAX = 4096
 _PATIENCE_S = TIMEOUT_S + 1.0
 _AWAY_PAUSE_S = 2.0
 _LAST_WORD_S = 1.0
+SOON_S = 0.01
+"""Pause between looks at what others put while somebody waits for it: a look is one round trip to the master, or two."""
 
 
 class Session:
@@ -74,6 +76,9 @@ class Session:
         self._putting = Putting(self._link, arena, shelf, peers, counts, options.pool, object_bytes(options))
         self.getting = Getting(self._link, arena, shelf, peers, counts, self._reads)
         self._ending = threading.Event()
+        self._stir = threading.Event()
+        """Ends the listener's pause."""
+        self._soon_until = 0.0
         self._listener: threading.Thread | None = None
         self._is_away = False
         self._has_said_farewell = False
@@ -145,7 +150,7 @@ class Session:
 
         def main() -> None:
             pause = self._options.poll_s
-            while not self._ending.wait(pause):
+            while self._paused(pause):
                 try:
                     if pages := self._look():
                         seen(pages)
@@ -159,6 +164,22 @@ class Session:
 
         self._listener = threading.Thread(target=main, name="workmem-mooncake-listen", daemon=True)
         self._listener.start()
+
+    def look_sooner(self, seconds: float) -> None:
+        """See `ListeningTier.look_sooner`."""
+        is_slow = time.monotonic() >= self._soon_until
+        self._soon_until = time.monotonic() + seconds
+        # One that waits for the master to come back goes on waiting.
+        if is_slow and not self._is_away:
+            self._stir.set()
+
+    def _paused(self, pause_s: float) -> bool:
+        """Wait before the next look. False at the end."""
+        if not self._is_away and time.monotonic() < self._soon_until:
+            pause_s = min(pause_s, SOON_S)
+        if self._stir.wait(pause_s):
+            self._stir.clear()
+        return not self._ending.is_set()
 
     def _look(self) -> list[HeldPage]:
         """Pages that are new, a parent before its children."""
@@ -185,6 +206,7 @@ class Session:
         """See `Tier.close`."""
         until = time.monotonic() + timeout_s
         self._ending.set()
+        self._stir.set()
         self._say_farewell(min(_LAST_WORD_S, timeout_s))
         listener = self._listener
         if listener is not None and listener is not threading.current_thread():

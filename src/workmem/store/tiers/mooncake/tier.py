@@ -30,7 +30,7 @@ Done = Callable[[int, Outcome], None]
 
 
 class MooncakeTier:
-    """See `contract.SharedTier`."""
+    """See `contract.ListeningTier`."""
 
     kind = TierName.REMOTE
 
@@ -54,6 +54,12 @@ class MooncakeTier:
         """See `SharedTier.watch`."""
         if self._session is not None:
             self._session.listen(seen)
+
+    def look_sooner(self, seconds: float) -> None:
+        """See `ListeningTier.look_sooner`."""
+        session = self._session
+        if session is not None:
+            session.look_sooner(seconds)
 
     def put(self, pages: Sequence[PageOut], done: Done) -> None:
         """See `Tier.put`."""

@@ -130,6 +130,8 @@ def _show(console: Console, explanation: dict[str, Any]) -> None:
             table.add_row(label, place, f"[{colour}]{escape(source)}[/]", str(part["tokens"]), why)
             label = place = ""
     console.print(table)
+    if served := explanation.get("served"):
+        console.print(escape(served), soft_wrap=True)
     difference = explanation.get("difference")
     if difference:
         console.print(

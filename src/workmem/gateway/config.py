@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
+from workmem.core.errors import ConfigError
+
 Seconds = Annotated[float, Meta(gt=0)]
 Positive = Annotated[int, Meta(ge=1)]
+Amount = Annotated[float, Meta(gt=0)]
+Count = Annotated[int, Meta(ge=0)]
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,3 +59,47 @@ class UpstreamConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """A server that refused a connection is tried last for this long."""
     models_ttl_s: Seconds = 30.0
     """How long a server's list of models is believed."""
+    roles: tuple[Literal["both", "prefill", "decode", "elastic"], ...] = ()
+    """What each of `urls` does, in their order; empty: all do both. `elastic` begins as both, and `elastic` below may change it."""
+    split: Literal["auto", "always", "never"] = "auto"
+    """Whether a prefill server computes a prompt that another one answers; auto: where measured costs say that it is faster."""
+    split_min_tokens: Count = 512
+    """Prompts expected to be shorter, or with auto to have less to be computed, are not split."""
+    prefill_timeout_s: Seconds = 60.0
+    """Longest wait for a prefill server; the request is served by one server then."""
+    handoff_wait_s: Seconds = 2.0
+    """How long a decode server is asked to wait for what a prefill server computed; it has a bound of its own."""
+    tries_max: Positive = 3
+    """Servers that may have one generation when those before them died in it."""
+    drain_s: Seconds = 30.0
+    """A server that changes its role gets this long to finish what runs, unless the change names another time."""
+    elastic: bool = False
+    """Change the role of servers whose entry in `roles` is `elastic` by what follows."""
+    elastic_every_s: Seconds = 5.0
+    """How often the fleet is looked at."""
+    elastic_patience: Positive = 3
+    """So many looks in a row must say the same before a role is changed."""
+    elastic_dwell_s: Seconds = 60.0
+    """No role is changed for this long after a change."""
+    slo_ttft_s: Seconds = 2.0
+    """Time to first token, 90 of 100 requests, at which prefill is at its limit."""
+    slo_itl_s: Seconds = 0.1
+    """Time between tokens, 90 of 100 requests, at which decode is at its limit."""
+    slo_queue: Amount = 4.0
+    """Requests under way per prefill server at which prefill is at its limit."""
+    slo_streams: Amount = 32.0
+    """Requests under way per decoding server at which decode is at its limit."""
+
+    def __post_init__(self) -> None:
+        if self.roles and len(self.roles) != len(self.urls):
+            raise ConfigError(
+                f"$.upstream.roles: {len(self.roles)} for {len(self.urls)} urls: give one for each, in their order"
+            )
+        if self.roles and set(self.roles) == {"prefill"}:
+            raise ConfigError(
+                "$.upstream.roles: all are prefill, so none would answer: make one decode or both"
+            )
+        if self.elastic and "elastic" not in self.roles:
+            raise ConfigError(
+                "$.upstream.elastic: none of $.upstream.roles is elastic, so nothing could change"
+            )

@@ -18,7 +18,8 @@ from workmem.core.events import (
     TierStateChanged,
 )
 
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
+"""Buckets of times that a person waits."""
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
 _ODD = re.compile(r"[^a-zA-Z0-9_]")
 
@@ -56,7 +57,7 @@ class Metrics:
         self.ttft = Histogram(
             "workmem_time_to_first_token_seconds",
             "Arrival to first token.",
-            buckets=_SECONDS,
+            buckets=SECONDS,
             registry=registry,
         )
         self.tpot = Histogram(
@@ -68,7 +69,7 @@ class Metrics:
         self.e2e = Histogram(
             "workmem_e2e_request_latency_seconds",
             "Arrival to last token.",
-            buckets=_SECONDS,
+            buckets=SECONDS,
             registry=registry,
         )
         self.events = EventCounter(registry)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import AsyncIterator
 from typing import Protocol
 
 import aiohttp
@@ -12,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from workmem.gateway.failures import ClientGone, error_body
 from workmem.gateway.metrics import Metrics
+from workmem.gateway.sending import Hop
 from workmem.gateway.sse import event
 from workmem.gateway.usage_peek import UsagePeek
 
@@ -39,32 +41,34 @@ _NOT_RETURNED = NOT_FORWARDED - {"content-length"} | {"date", "server", "x-reque
 
 
 class OnEnd(Protocol):
-    """Called once, with what was seen and whether the answer came whole."""
+    """Called once, with what was seen, whether the answer came whole, and when its first token passed, if that was seen."""
 
-    def __call__(self, seen: UsagePeek, *, is_whole: bool) -> None:
+    def __call__(self, seen: UsagePeek, *, is_whole: bool, first: float | None) -> None:
         """See the class."""
         ...
 
 
 class PassThrough:
-    """An answer on its way through."""
+    """The answer of `hop` on its way through; `chunks` are its bytes, where they do not come from `hop` alone."""
 
     def __init__(
         self,
-        answer: aiohttp.ClientResponse,
+        hop: Hop,
+        chunks: AsyncIterator[bytes] | None,
         metrics: Metrics,
         arrived: float,
         timeout_s: float,
         on_end: OnEnd | None = None,
     ) -> None:
-        self.status_code = answer.status
-        self._answer = answer
+        self.status_code = hop.answer.status
+        self._answer = hop.answer
+        self._chunks = hop.chunks() if chunks is None else chunks
         self._metrics = metrics
         self._arrived = arrived
         self._timeout_s = timeout_s
         self._on_end = on_end
         self._first: float | None = None
-        self._peek = UsagePeek(answer.headers.get("content-type", ""))
+        self._peek = UsagePeek(hop.answer.headers.get("content-type", ""))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it, byte for byte."""
@@ -78,7 +82,7 @@ class PassThrough:
             if self._answer.method == "POST":
                 self._count(is_whole=is_whole)
                 if self._on_end is not None:
-                    self._on_end(self._peek, is_whole=is_whole)
+                    self._on_end(self._peek, is_whole=is_whole, first=self._first)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _pass(self, scope: Scope, send: Send) -> bool:
@@ -88,7 +92,7 @@ class PassThrough:
         await send({"type": "http.response.start", "status": answer.status, "headers": headers})
         try:
             async with asyncio.timeout(self._timeout_s):
-                async for data in answer.content.iter_any():
+                async for data in self._chunks:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
                     peek.feed(data)
                     if self._first is None and peek.has_token:

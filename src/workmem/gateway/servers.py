@@ -1,4 +1,4 @@
-"""The servers behind the gateway: what each serves, how busy it is, and which is asked first."""
+"""The servers behind the gateway: what each serves and does, how busy it is, and which is asked first."""
 
 from __future__ import annotations
 
@@ -12,18 +12,55 @@ import aiohttp
 import msgspec
 
 from workmem.gateway.config import UpstreamConfig
+from workmem.policy.learned_costs import LearnedCosts
+from workmem.policy.roles import Role
 
 
 class UpstreamServer:
     """One server. `models` maps ids to their entries in `/v1/models`, once it `has_listed` them."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(
+        self,
+        url: str,
+        role: Role = "both",
+        *,
+        is_changeable: bool = False,
+        fleet_costs: LearnedCosts | None = None,
+    ) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
+        self.role: Role = role
+        self.next_role: Role | None = None
+        """What it becomes once what runs has ended; it gets nothing new until then."""
+        self.is_changeable = is_changeable
+        """Whether the controller may change its role."""
+        self.costs = LearnedCosts(fleet_costs)
+        self.backlog_s = 0.0
+        """Expected seconds of the prompts that it computes for others."""
+        self.no_prefill_until = 0.0
+        """It failed in a prefill a moment ago."""
         self.in_flight = 0
         self.down_until = 0.0
         self.models: dict[str, dict[str, Any]] = {}
         self.has_listed = False
         self.last_error = ""
+
+    @property
+    def place(self) -> int:
+        """Lower gets whole requests first: prefill servers, and those that change, only where nobody else is up."""
+        if self.next_role is not None:
+            return 2
+        return {"decode": 0, "both": 1, "prefill": 3}[self.role]
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it will still get whole requests when what changes has changed."""
+        return (self.next_role or self.role) != "prefill"
+
+    def takes_prefill(self, model: str, now: float) -> bool:
+        """Whether prompts may be computed there for others."""
+        is_prefill = self.role == "prefill" and self.next_role is None
+        is_up = not self.is_down(now) and now >= self.no_prefill_until
+        return is_prefill and is_up and (not model or model in self.models)
 
     @property
     def is_unknown(self) -> bool:
@@ -48,15 +85,24 @@ def rank(servers: Iterable[UpstreamServer], *, model: str, affinity: str, now: f
     Servers that were just unreachable come last instead of never: all may be. One whose list is still on its way
     counts, or its sessions would move elsewhere: wait for the list where it is first. A model that no list names is
     asked of the servers that could not give one. With none of those it is asked of a lone server, and of several
-    of none: some answer to any name, with a model that was not asked for.
+    of none: some answer to any name, with a model that was not asked for. After the first come the decode servers, those
+    that do both, those that change, and the prefill servers.
     """
     everyone = list(servers)
     serving = [server for server in everyone if not model or model in server.models or server.is_unknown]
     if not serving:
         serving = [server for server in everyone if not server.has_listed or len(everyone) == 1]
-    return sorted(
-        serving, key=lambda one: (one.is_down(now), -one.weight(affinity), one.is_unknown, one.in_flight)
+    liked = sorted(
+        serving,
+        key=lambda one: (
+            one.is_down(now),
+            max(1, one.place),
+            -one.weight(affinity),
+            one.is_unknown,
+            one.in_flight,
+        ),
     )
+    return liked[:1] + sorted(liked[1:], key=lambda one: (one.is_down(now), one.place))
 
 
 def merged_models(servers: Iterable[UpstreamServer]) -> dict[str, dict[str, Any]]:

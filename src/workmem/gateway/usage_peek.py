@@ -17,7 +17,7 @@ UNREPORTED = "unreported"
 _HELD_BYTES_MAX = 4 * 1024 * 1024
 _ID_CHARS_MAX = 128
 # Only such events are decoded: the others carry text alone, and there is one per token.
-_TELLING = re.compile(rb'"(?:usage|finish_reason|stop_reason|error)"\s*:\s*[^n\s]')
+_TELLING = re.compile(rb'"(?:usage|finish_reason|stop_reason|error|kv_transfer_params)"\s*:\s*[^n\s]')
 _TOKEN = re.compile(rb'"(?:delta|text)"\s*:\s*["{]')
 # The reasons of all dialects in the words of chat completions, so that labels stay few.
 _REASONS = {
@@ -55,6 +55,8 @@ class UsagePeek:
         """Whether a streamed token has passed."""
         self.has_failed = False
         """Whether the answer is an error, or ended with one."""
+        self.waited_s: float | None = None
+        """How long it says that it waited for what another server computed."""
         self._held = bytearray()
         self._raw: dict[str, Any] = {}
         self._reasons: dict[Any, str] = {}
@@ -111,6 +113,9 @@ class UsagePeek:
             if isinstance(usage := _field(part, "usage"), dict):
                 self._raw.update(usage)
             self.has_failed = self.has_failed or bool(_field(part, "error"))
+            handoff = _field(_field(_field(part, "kv_transfer_params"), "workmem"), "handoff")
+            if isinstance(waited := _field(handoff, "waited_s"), int | float):
+                self.waited_s = float(waited)
             self._see_reasons(part)
 
     def _see_reasons(self, part: Any) -> None:

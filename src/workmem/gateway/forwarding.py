@@ -1,0 +1,260 @@
+"""Passing requests on: to which server, as what, and what is remembered of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from workmem.core.errors import ClientError, ConfigError
+from workmem.core.generation import Caller
+from workmem.gateway.config import ServerConfig, UpstreamConfig
+from workmem.gateway.exchange import Answer, Exchange, header_map
+from workmem.gateway.expected import Ended, Expectations
+from workmem.gateway.explain import RequestLog
+from workmem.gateway.failures import Refusal
+from workmem.gateway.key_file import key_to_send
+from workmem.gateway.metrics import Metrics
+from workmem.gateway.pass_through import NOT_FORWARDED, PassThrough
+from workmem.gateway.passed import PassedRequest
+from workmem.gateway.resuming import SteadyStream
+from workmem.gateway.role_keeping import RoleKeeper
+from workmem.gateway.roles import Roles
+from workmem.gateway.sending import Hop, Outgoing, Sender
+from workmem.gateway.sent import Sent
+from workmem.gateway.servers import UpstreamServer, merged_models, rank, refresh_models
+from workmem.gateway.split_bodies import GENERATIONS, exact_tokens, is_repeatable
+from workmem.gateway.splitting import Split, Splitter
+from workmem.gateway.tries import Tries
+from workmem.gateway.upstream_metrics import UpstreamMetrics
+from workmem.gateway.usage_peek import UsagePeek
+from workmem.prompt.decode import decode_json
+from workmem.prompt.identity import SessionInferrer, history_of, identify, with_session
+
+
+class Upstream:
+    """Picks a server for each request and passes it on. `open` before use, `close` after."""
+
+    def __init__(
+        self, config: UpstreamConfig, front: ServerConfig, servers: list[UpstreamServer], metrics: Metrics
+    ) -> None:
+        if not servers:
+            raise ConfigError("$.upstream.urls: upstream mode needs at least one URL.")
+        self.servers = servers
+        self.sessions = SessionInferrer()
+        self.request_log = RequestLog(front.explain_prompts_max)
+        counted = UpstreamMetrics(metrics.registry)
+        self.roles = Roles(servers, counted)
+        self._config = config
+        self._request_timeout_s = front.request_timeout_s
+        self._asks_for_keys = bool(front.api_key_file)
+        self._key = key_to_send(config.api_key_file, "$.upstream.api_key_file") if config.api_key_file else ""
+        self._metrics = metrics
+        self._counted = counted
+        self._sender = Sender(config)
+        self._expected = Expectations()
+        self._splitter = Splitter(config, servers, self._sender, self._expected, counted)
+        self._keeper = RoleKeeper(config, servers, self.roles)
+        self._running: list[asyncio.Task[None]] = []
+        self._asking: asyncio.Task[None] | None = None
+        self._asked_at = float("-inf")
+
+    async def open(self) -> None:
+        """Start the client and learn what is served; servers may still be down."""
+        await self._sender.open()
+        self._running = [asyncio.create_task(self._keep_fresh())]
+        if self._config.elastic:
+            self._running.append(asyncio.create_task(self._keeper.keep()))
+
+    async def close(self) -> None:
+        """Close all connections."""
+        tasks = [*self._running, *([] if self._asking is None else [self._asking])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.roles.close()
+        await self._sender.close()
+
+    async def models(self) -> dict[str, dict[str, Any]]:
+        """All models by id, asked now."""
+        await self._refresh()
+        return merged_models(self.servers)
+
+    async def forward(self, exchange: Exchange) -> Answer:
+        """Pass the request on to the best server that takes it."""
+        arrived, created = time.monotonic(), int(time.time())
+        raw = _object_in(exchange.body)
+        model = raw["model"] if isinstance(raw.get("model"), str) else ""
+        headers = header_map(exchange.request)
+        caller = with_session(
+            identify(headers, raw, tenant=exchange.tenant), self.sessions, model, history_of(raw)
+        )
+        session = f"{caller.tenant}\0{caller.session}" if caller.session else ""
+
+        def order() -> list[UpstreamServer]:
+            return rank(self.servers, model=model, affinity=session, now=time.monotonic())
+
+        best = order()
+        if model and not (best and model in best[0].models):
+            await self._refresh(unless_asked_s=1.0)
+            best = order()
+        if not best:
+            raise no_such_model(model, merged_models(self.servers))
+        request = self._outgoing(exchange, headers, caller)
+        split: Split | None = None
+        if request.is_generation:
+            request, split = await self._splitter.prepare(request, raw, best, model=model, session=session)
+        tries = Tries(self._sender, order, request, exchange.held.callback, self._config.tries_max)
+        hop = await tries.next()
+        if tries.broke_off:
+            self._counted.repeated.inc(tries.broke_off - (hop is None))
+        if hop is None:
+            raise tries.refusal()
+        steady = self._steady(hop, tries, raw)
+        passing = _Passing(exchange, caller, model, session, raw, split, tries, steady, arrived, created)
+        chunks: AsyncIterator[bytes] | None = None if steady is None else steady.chunks()
+        return PassThrough(
+            hop,
+            chunks,
+            self._metrics,
+            arrived,
+            self._request_timeout_s,
+            lambda *a, **k: self._end(passing, *a, **k),
+        )
+
+    def _steady(self, hop: Hop, tries: Tries, raw: Mapping[str, Any]) -> SteadyStream | None:
+        """The stream of a generation, which may go on elsewhere; None for anything else."""
+        if not tries.request.is_generation or not hop.is_stream or hop.answer.status != 200:
+            return None
+
+        async def again() -> Hop | None:
+            while (found := await tries.next()) is not None:
+                if found.is_stream and found.answer.status == 200:
+                    return found
+                found.close()
+            return None
+
+        sent = Sent(is_exact=is_repeatable(raw), is_single=raw.get("n") in (None, 1))
+        return SteadyStream(hop, again, sent, self._counted)
+
+    def _end(self, passing: _Passing, seen: UsagePeek, *, is_whole: bool, first: float | None) -> None:
+        """An answer has passed, whole or in part: remember it, and learn from it."""
+        hops, split = passing.tries.hops, passing.split
+        hop = hops[-1]
+        self.request_log.add(
+            PassedRequest(
+                id=seen.id or passing.exchange.request_id,
+                request_id=passing.exchange.request_id,
+                prompts=(),
+                caller=passing.caller,
+                created=passing.created,
+                server=hop.server.url,
+                status=hop.answer.status,
+                is_whole=is_whole,
+                usage=seen.usage,
+                split=split,
+                resumed_on=() if passing.steady is None else tuple(passing.steady.resumed_on),
+            )
+        )
+        # What was asked of several servers, or answered with an error, says nothing of what one takes.
+        if split is None or not is_whole or seen.has_failed or hop.answer.status != 200 or len(hops) > 1:
+            return
+        first_s = None if first is None else first - hop.sent
+        if first_s is not None:
+            self._counted.hop_s.labels("answer").observe(first_s)
+        missing = max(1, split.prompt_tokens - split.hit_tokens)
+        ended = Ended(
+            server=hop.server,
+            model=passing.model,
+            session=passing.session,
+            body_bytes=len(passing.exchange.body),
+            has_ids=exact_tokens(passing.raw) is not None,
+            handed_tokens=missing if split.is_split else 0,
+            first_token_s=first_s,
+        )
+        self._expected.learn(ended, seen)
+        usage, now = seen.usage, time.monotonic()
+        itl_s = None
+        if first is not None and usage is not None and usage.completion_tokens > 1:
+            itl_s = (now - first) / (usage.completion_tokens - 1)
+        self._keeper.observe(None if first is None else first - passing.arrived, itl_s)
+
+    def _outgoing(self, exchange: Exchange, headers: Mapping[str, str], caller: Caller) -> Outgoing:
+        named = {
+            part.strip().lower() for part in headers.get("connection", "").split(",")
+        }  # Headers that the client declared to be of its connection.
+        out = {name: value for name, value in headers.items() if name not in NOT_FORWARDED | named}
+        # Compressed bytes would pass just as well, but could not be looked into.
+        out["accept-encoding"] = "identity"
+        out["x-request-id"] = exchange.request_id
+        if caller.session:
+            out.setdefault("x-workmem-session", caller.session)
+        if self._asks_for_keys:
+            # The client's key is ours, and its tenant is what the key says.
+            out.pop("authorization", None)
+            out.pop("x-api-key", None)
+            out["x-workmem-tenant"] = exchange.tenant
+        if self._key:
+            out["authorization"] = f"Bearer {self._key}"
+        request = exchange.request
+        query = f"?{request.url.query}" if request.url.query else ""
+        path = request.scope["raw_path"].decode("ascii")
+        return Outgoing(
+            method=request.method,
+            target=f"{path}{query}",
+            headers=out,
+            body=exchange.body,
+            is_generation=request.method == "POST" and path in GENERATIONS,
+        )
+
+    async def _refresh(self, unless_asked_s: float = 0.0) -> None:
+        """Learn what is served, unless that was asked and answered a moment ago.
+
+        Everyone waits for the same answers: the first requests come while the first ones are on their way.
+        """
+        if self._asking is None or self._asking.done():
+            if time.monotonic() - self._asked_at < unless_asked_s:
+                return
+            self._asked_at = time.monotonic()
+            headers = {"authorization": f"Bearer {self._key}"} if self._key else {}
+            self._asking = asyncio.create_task(
+                refresh_models(self.servers, self._sender.client, self._config, headers)
+            )
+        await asyncio.shield(self._asking)
+
+    async def _keep_fresh(self) -> None:
+        while True:
+            await self._refresh()
+            await asyncio.sleep(self._config.models_ttl_s)
+
+
+class _Passing(msgspec.Struct):
+    """A request that is being answered."""
+
+    exchange: Exchange
+    caller: Caller
+    model: str
+    session: str
+    raw: dict[str, Any]
+    split: Split | None
+    tries: Tries
+    steady: SteadyStream | None
+    arrived: float
+    created: int
+
+
+def no_such_model(name: str, models: Iterable[str]) -> Refusal:
+    """404 for a model that no server lists."""
+    text = f"The model {name[:256]!r} does not exist here; served: {sorted(models)}."
+    return Refusal(404, text, code="model_not_found")
+
+
+def _object_in(body: bytes) -> dict[str, Any]:
+    """The body as an object if it is one: whether it must be is the upstream server's affair."""
+    try:
+        return decode_json(body)
+    except ClientError:
+        return {}

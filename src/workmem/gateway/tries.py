@@ -1,0 +1,73 @@
+"""The servers that may have one request, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from workmem.gateway.failures import Refusal
+from workmem.gateway.sending import Failed, Hop, Outgoing, Sender
+from workmem.gateway.servers import UpstreamServer
+
+Hold = Callable[[Callable[[], None]], object]
+
+
+class Tries:
+    """Asks the best server that was not asked yet. `hold` gets what must be closed when the exchange ends.
+
+    Who refuses a connection costs nothing, and the next one is asked. A generation may also be asked again where a server
+    broke off, `tries_max` servers in all: a request that kills whoever computes it must not go through the whole fleet.
+    """
+
+    def __init__(
+        self,
+        sender: Sender,
+        choose: Callable[[], Sequence[UpstreamServer]],
+        request: Outgoing,
+        hold: Hold,
+        tries_max: int,
+    ) -> None:
+        self.request = request
+        self.hops: list[Hop] = []
+        """The answers that began, the latest last."""
+        self.broke_off = 0
+        """Servers that died before they answered."""
+        self._sender = sender
+        self._choose = choose
+        self._hold = hold
+        self._left = tries_max if request.is_generation else 1
+        self._asked: set[UpstreamServer] = set()
+        self._failures: list[Failed] = []
+
+    async def next(self) -> Hop | None:
+        """The next answer that begins; None where nobody is left, or may be asked."""
+        while self._left > 0:
+            server = next((one for one in self._choose() if one not in self._asked), None)
+            if server is None:
+                return None
+            self._asked.add(server)
+            found = await self._sender.send(server, self.request)
+            if isinstance(found, Hop):
+                self._left -= 1
+                self._hold(found.close)
+                self.hops.append(found)
+                return found
+            self._failures.append(found)
+            if found.kind == "broke_off":
+                self._left -= 1
+                self.broke_off += 1
+            elif found.kind == "silent":
+                # It may still be at it, and elsewhere it would take as long.
+                self._left = 0
+        return None
+
+    def refusal(self) -> Refusal:
+        """What the client hears when nobody answered."""
+        for failed in self._failures:
+            if failed.kind == "silent":
+                return Refusal(504, failed.text, code="upstream_timeout")
+        for failed in self._failures:
+            if failed.kind == "broke_off":
+                return Refusal(502, failed.text, code="upstream_error")
+        last = self._failures[0].text if self._failures else "there is none"
+        text = f"None of the {len(self._failures)} upstream servers accepts connections: {last}."
+        return Refusal(502, text, code="upstream_unreachable")

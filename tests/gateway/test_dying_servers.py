@@ -1,0 +1,181 @@
+"""Servers that die with a generation: before the client has heard anything, and in the middle of a stream."""
+
+import json
+from contextlib import ExitStack
+
+import pytest
+from tests.gateway.faulty_servers import DIE_FIRST, DIE_HALF, DIE_HEADERS, HANG, Standin
+from tests.gateway.fleets import fleet_of, text_of
+
+WHOLE = "Hello there, friend."
+
+
+@pytest.fixture
+def stack():
+    with ExitStack() as stack:
+        yield stack
+
+
+def order_of(fleet, standins):
+    """The stand-ins as a session of its own finds them: who is asked first, and so on."""
+    fleet.chat(headers={"x-session-id": "s"}, max_tokens=1)
+    first = next(one for one in standins if one.asked)
+    for one in standins:
+        one.asked.clear()
+    return [first, *(one for one in standins if one is not first)]
+
+
+SESSION = {"x-session-id": "s"}
+
+
+@pytest.mark.parametrize("fault", [DIE_FIRST, DIE_HEADERS, DIE_HALF])
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_generation_whose_server_dies_is_answered_by_another(stack, wire_to, fault, is_stream):
+    standins = [Standin(), Standin("Hel", "lo there", ", frie", "nd.")]
+    with fleet_of(stack, wire_to, *standins) as fleet:
+        first, second = order_of(fleet, standins)
+        first.fault = fault
+        status, answer = fleet.chat(headers=SESSION, stream=is_stream)
+        assert status == 200
+        if is_stream:
+            text, ids, end = text_of(answer)
+            assert (text, len(ids), end) == (WHOLE, 1, True)
+        else:
+            assert answer["choices"][0]["message"]["content"] == WHOLE
+        assert (len(first.asked), len(second.asked)) == (1, 1)
+        assert first.asked[0][2] == second.asked[0][2]
+        if is_stream and fault == DIE_HALF:
+            assert fleet.readings()['resumed_streams_total{outcome="resumed"}'] == 1
+            assert fleet.last()["resumed_on"] == [fleet.last()["server"]]
+        else:
+            assert fleet.readings()["repeated_total"] == 1
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("die_after", [0, 1, 2, 3, 4, 5, 6])
+def test_a_stream_goes_on_wherever_it_broke_off(stack, wire_to, path, die_after):
+    standins = [Standin(), Standin("Hello th", "ere", ", friend.")]
+    with fleet_of(stack, wire_to, *standins) as fleet:
+        first, _ = order_of(fleet, standins)
+        first.fault, first.die_after = DIE_HALF, die_after
+        prompt = (
+            {"prompt": "Hi"}
+            if path == "/v1/completions"
+            else {"messages": [{"role": "user", "content": "Hi"}]}
+        )
+        body = {
+            "model": "m",
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **prompt,
+        }
+        answer = fleet.front.post(path, body, SESSION)[2]
+        text, ids, end = text_of(answer)
+        assert (text, end) == (WHOLE, True)
+        assert len(ids) == 1
+        assert answer.count(b'"usage": {') + answer.count(b'"usage":{') == 1
+
+
+def test_a_stream_survives_two_deaths_and_a_third_is_its_end(stack, wire_to):
+    standins = [Standin() for _ in range(4)]
+    with fleet_of(stack, wire_to, *standins, tries_max=3) as fleet:
+        for number, one in enumerate(standins):
+            one.fault, one.die_after = DIE_HALF, 1 + number
+        text, ids, end = text_of(fleet.chat(stream=True)[1])
+        assert (len(ids), end) == (1, "upstream_error")
+        assert WHOLE.startswith(text)
+        assert sum(len(one.asked) for one in standins) == 3
+        standins[0].fault = standins[1].fault = None
+        for one in standins:
+            one.die_after = 2
+        assert text_of(fleet.chat(stream=True)[1])[::2] == (WHOLE, True)
+
+
+def test_another_text_ends_the_stream_with_an_error(stack, wire_to):
+    standins = [Standin(), Standin("Hello, you", ".")]
+    with fleet_of(stack, wire_to, *standins) as fleet:
+        first, second = order_of(fleet, standins)
+        first.fault, first.die_after = DIE_HALF, 3
+        second.pieces = ["Help"]
+        text, _, end = text_of(fleet.chat(headers=SESSION, stream=True)[1])
+        assert (text, end) == ("Hello there", "upstream_error")
+        assert fleet.readings()['resumed_streams_total{outcome="other_text"}'] == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_resumed"),
+    [
+        ({"temperature": 0.7}, False),
+        ({"temperature": 0.7, "seed": 3}, True),
+        ({"temperature": None}, False),
+        ({"n": 2}, False),
+    ],
+)
+def test_only_what_gives_the_same_again_is_gone_on_with(stack, wire_to, fields, is_resumed):
+    standins = [Standin(), Standin()]
+    with fleet_of(stack, wire_to, *standins) as fleet:
+        first, second = order_of(fleet, standins)
+        first.fault, first.die_after = DIE_HALF, 3
+        text, _, end = text_of(fleet.chat(headers=SESSION, stream=True, **fields)[1])
+        assert (text, end) == ((WHOLE, True) if is_resumed else ("Hello there", "upstream_error"))
+        assert len(second.asked) == is_resumed
+
+
+def test_a_drawn_answer_of_which_nothing_is_out_is_drawn_by_another(stack, wire_to):
+    standins = [Standin(), Standin("Something", " else")]
+    with fleet_of(stack, wire_to, *standins) as fleet:
+        first, _ = order_of(fleet, standins)
+        first.fault, first.die_after, first.pieces = DIE_HALF, 1, ["Other", " words"]
+        text, ids, end = text_of(fleet.chat(headers=SESSION, stream=True, temperature=1)[1])
+        assert (text in (WHOLE, "Something else"), len(ids), end) == (True, 1, True)
+
+
+def test_a_lone_server_that_dies_is_an_error_as_before(stack, wire_to):
+    lone = Standin()
+    with fleet_of(stack, wire_to, lone) as fleet:
+        lone.fault = DIE_FIRST
+        status, body = fleet.chat()
+        assert (status, body["error"]["code"]) == (502, "upstream_error")
+        lone.fault = DIE_HALF
+        answer = fleet.chat(stream=True)[1]
+        assert text_of(answer)[2] == "upstream_error"
+        # No half of an event goes out, or the error behind it could not be read.
+        assert all(json.loads(one[6:]) for one in answer.decode().split("\n\n") if one)
+
+
+def test_a_request_that_kills_everybody_does_not_reach_everybody(stack, wire_to):
+    standins = [Standin() for _ in range(4)]
+    with fleet_of(stack, wire_to, *standins, tries_max=2) as fleet:
+        for one in standins:
+            one.fault = DIE_FIRST
+        status, body = fleet.chat()
+        assert (status, body["error"]["code"]) == (502, "upstream_error")
+        assert sum(len(one.asked) for one in standins) == 2
+
+
+def test_a_silent_server_is_504_and_nobody_else_is_asked(stack, wire_to):
+    standins = [Standin(), Standin()]
+    with fleet_of(stack, wire_to, *standins, read_timeout_s=1) as fleet:
+        first, second = order_of(fleet, standins)
+        first.fault = HANG
+        status, body = fleet.chat(headers=SESSION)
+        assert (status, body["error"]["code"]) == (504, "upstream_timeout")
+        assert second.asked == []
+
+
+def test_what_is_no_generation_is_asked_once(stack, wire_to):
+    standins = [Standin(), Standin()]
+    with fleet_of(stack, wire_to, *standins) as fleet:
+        for one in standins:
+            one.fault = DIE_FIRST
+        status, _, body = fleet.front.post("/v1/files", {"model": "m"})
+        assert (status, body["error"]["code"]) == (502, "upstream_error")
+        assert sum(len(one.asked) for one in standins) == 1
+
+
+def test_streams_without_a_death_pass_byte_for_byte(stack, wire_to):
+    lone = Standin("caf\u00e9", "\u2615")
+    with fleet_of(stack, wire_to, lone) as fleet:
+        answer = fleet.chat(stream=True)[1]
+        assert answer == b"".join(lone._events({"messages": []}))

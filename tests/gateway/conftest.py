@@ -2,10 +2,12 @@ import json
 import socket
 import time
 import urllib.request
+from contextlib import ExitStack
 
 import msgspec
 import openai
 import pytest
+from tests.gateway.faulty_servers import Seat
 
 from workmem.gateway.app import build_app
 from workmem.gateway.config import ServerConfig
@@ -130,3 +132,12 @@ def model():
 def openai_client(base_url):
     with openai.OpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=30) as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def seats():
+    """Four (seat, base URL) of servers; each test has its own stand-ins sit there."""
+    with ExitStack() as stack:
+        seats = [Seat() for _ in range(4)]
+        config = ServerConfig(port=0, shutdown_s=1)
+        yield [(seat, stack.enter_context(running(seat, config))) for seat in seats]

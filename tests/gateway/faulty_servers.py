@@ -13,6 +13,19 @@ HANG = "hang"
 """No answer for a long time."""
 
 
+class Seat:
+    """A server that outlives a test: whoever sits there answers."""
+
+    def __init__(self):
+        self.taken_by = None
+
+    async def __call__(self, scope, receive, send):
+        if scope["type"] == "lifespan":
+            await _lifespan(receive, send)
+        else:
+            await self.taken_by(scope, receive, send)
+
+
 class Standin:
     """Answers every generation with `pieces`, streamed or whole. Set the attributes between requests."""
 
@@ -39,9 +52,7 @@ class Standin:
         return [json.loads(body) for _, _, body in self.asked]
 
     async def __call__(self, scope, receive, send):
-        if scope["type"] == "lifespan":
-            await _lifespan(receive, send)
-        elif scope["path"] == "/v1/models":
+        if scope["path"] == "/v1/models":
             await _json(send, 200, {"object": "list", "data": [{"id": self.model, "object": "model"}]})
         else:
             await self._generate(scope, receive, send)

@@ -37,9 +37,11 @@ class Fleet:
 
 
 @contextmanager
-def fleet_of(stack, wire_to, *standins, roles=(), server=FRONT, **upstream):
+def fleet_of(seats, wire_to, *standins, roles=(), server=FRONT, **upstream):
     """Run `standins` behind a front that has heard what they serve."""
-    urls = tuple(stack.enter_context(running(one, ServerConfig(port=0, shutdown_s=1))) for one in standins)
+    urls = tuple(url for (_, url), _ in zip(seats, standins, strict=False))
+    for (seat, _), standin in zip(seats, standins, strict=False):
+        seat.taken_by = standin
     app = build_upstream_app(UpstreamConfig(urls=urls, roles=roles, **upstream), server)
     with running(app, server) as url:
         front = wire_to(url)

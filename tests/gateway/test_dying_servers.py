@@ -1,19 +1,12 @@
 """Servers that die with a generation: before the client has heard anything, and in the middle of a stream."""
 
 import json
-from contextlib import ExitStack
 
 import pytest
 from tests.gateway.faulty_servers import DIE_FIRST, DIE_HALF, DIE_HEADERS, HANG, Standin
 from tests.gateway.fleets import fleet_of, text_of
 
 WHOLE = "Hello there, friend."
-
-
-@pytest.fixture
-def stack():
-    with ExitStack() as stack:
-        yield stack
 
 
 def order_of(fleet, standins):
@@ -30,9 +23,9 @@ SESSION = {"x-session-id": "s"}
 
 @pytest.mark.parametrize("fault", [DIE_FIRST, DIE_HEADERS, DIE_HALF])
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_a_generation_whose_server_dies_is_answered_by_another(stack, wire_to, fault, is_stream):
+def test_a_generation_whose_server_dies_is_answered_by_another(seats, wire_to, fault, is_stream):
     standins = [Standin(), Standin("Hel", "lo there", ", frie", "nd.")]
-    with fleet_of(stack, wire_to, *standins) as fleet:
+    with fleet_of(seats, wire_to, *standins) as fleet:
         first, second = order_of(fleet, standins)
         first.fault = fault
         status, answer = fleet.chat(headers=SESSION, stream=is_stream)
@@ -53,9 +46,9 @@ def test_a_generation_whose_server_dies_is_answered_by_another(stack, wire_to, f
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 @pytest.mark.parametrize("die_after", [0, 1, 2, 3, 4, 5, 6])
-def test_a_stream_goes_on_wherever_it_broke_off(stack, wire_to, path, die_after):
+def test_a_stream_goes_on_wherever_it_broke_off(seats, wire_to, path, die_after):
     standins = [Standin(), Standin("Hello th", "ere", ", friend.")]
-    with fleet_of(stack, wire_to, *standins) as fleet:
+    with fleet_of(seats, wire_to, *standins) as fleet:
         first, _ = order_of(fleet, standins)
         first.fault, first.die_after = DIE_HALF, die_after
         prompt = (
@@ -77,9 +70,9 @@ def test_a_stream_goes_on_wherever_it_broke_off(stack, wire_to, path, die_after)
         assert answer.count(b'"usage": {') + answer.count(b'"usage":{') == 1
 
 
-def test_a_stream_survives_two_deaths_and_a_third_is_its_end(stack, wire_to):
+def test_a_stream_survives_two_deaths_and_a_third_is_its_end(seats, wire_to):
     standins = [Standin() for _ in range(4)]
-    with fleet_of(stack, wire_to, *standins, tries_max=3) as fleet:
+    with fleet_of(seats, wire_to, *standins, tries_max=3) as fleet:
         for number, one in enumerate(standins):
             one.fault, one.die_after = DIE_HALF, 1 + number
         text, ids, end = text_of(fleet.chat(stream=True)[1])
@@ -92,9 +85,9 @@ def test_a_stream_survives_two_deaths_and_a_third_is_its_end(stack, wire_to):
         assert text_of(fleet.chat(stream=True)[1])[::2] == (WHOLE, True)
 
 
-def test_another_text_ends_the_stream_with_an_error(stack, wire_to):
-    standins = [Standin(), Standin("Hello, you", ".")]
-    with fleet_of(stack, wire_to, *standins) as fleet:
+def test_another_text_ends_the_stream_with_an_error(seats, wire_to):
+    standins = [Standin(), Standin()]
+    with fleet_of(seats, wire_to, *standins) as fleet:
         first, second = order_of(fleet, standins)
         first.fault, first.die_after = DIE_HALF, 3
         second.pieces = ["Help"]
@@ -112,9 +105,9 @@ def test_another_text_ends_the_stream_with_an_error(stack, wire_to):
         ({"n": 2}, False),
     ],
 )
-def test_only_what_gives_the_same_again_is_gone_on_with(stack, wire_to, fields, is_resumed):
+def test_only_what_gives_the_same_again_is_gone_on_with(seats, wire_to, fields, is_resumed):
     standins = [Standin(), Standin()]
-    with fleet_of(stack, wire_to, *standins) as fleet:
+    with fleet_of(seats, wire_to, *standins) as fleet:
         first, second = order_of(fleet, standins)
         first.fault, first.die_after = DIE_HALF, 3
         text, _, end = text_of(fleet.chat(headers=SESSION, stream=True, **fields)[1])
@@ -122,18 +115,18 @@ def test_only_what_gives_the_same_again_is_gone_on_with(stack, wire_to, fields, 
         assert len(second.asked) == is_resumed
 
 
-def test_a_drawn_answer_of_which_nothing_is_out_is_drawn_by_another(stack, wire_to):
+def test_a_drawn_answer_of_which_nothing_is_out_is_drawn_by_another(seats, wire_to):
     standins = [Standin(), Standin("Something", " else")]
-    with fleet_of(stack, wire_to, *standins) as fleet:
+    with fleet_of(seats, wire_to, *standins) as fleet:
         first, _ = order_of(fleet, standins)
         first.fault, first.die_after, first.pieces = DIE_HALF, 1, ["Other", " words"]
         text, ids, end = text_of(fleet.chat(headers=SESSION, stream=True, temperature=1)[1])
         assert (text in (WHOLE, "Something else"), len(ids), end) == (True, 1, True)
 
 
-def test_a_lone_server_that_dies_is_an_error_as_before(stack, wire_to):
+def test_a_lone_server_that_dies_is_an_error_as_before(seats, wire_to):
     lone = Standin()
-    with fleet_of(stack, wire_to, lone) as fleet:
+    with fleet_of(seats, wire_to, lone) as fleet:
         lone.fault = DIE_FIRST
         status, body = fleet.chat()
         assert (status, body["error"]["code"]) == (502, "upstream_error")
@@ -144,9 +137,9 @@ def test_a_lone_server_that_dies_is_an_error_as_before(stack, wire_to):
         assert all(json.loads(one[6:]) for one in answer.decode().split("\n\n") if one)
 
 
-def test_a_request_that_kills_everybody_does_not_reach_everybody(stack, wire_to):
+def test_a_request_that_kills_everybody_does_not_reach_everybody(seats, wire_to):
     standins = [Standin() for _ in range(4)]
-    with fleet_of(stack, wire_to, *standins, tries_max=2) as fleet:
+    with fleet_of(seats, wire_to, *standins, tries_max=2) as fleet:
         for one in standins:
             one.fault = DIE_FIRST
         status, body = fleet.chat()
@@ -154,9 +147,9 @@ def test_a_request_that_kills_everybody_does_not_reach_everybody(stack, wire_to)
         assert sum(len(one.asked) for one in standins) == 2
 
 
-def test_a_silent_server_is_504_and_nobody_else_is_asked(stack, wire_to):
+def test_a_silent_server_is_504_and_nobody_else_is_asked(seats, wire_to):
     standins = [Standin(), Standin()]
-    with fleet_of(stack, wire_to, *standins, read_timeout_s=1) as fleet:
+    with fleet_of(seats, wire_to, *standins, read_timeout_s=1) as fleet:
         first, second = order_of(fleet, standins)
         first.fault = HANG
         status, body = fleet.chat(headers=SESSION)
@@ -164,9 +157,9 @@ def test_a_silent_server_is_504_and_nobody_else_is_asked(stack, wire_to):
         assert second.asked == []
 
 
-def test_what_is_no_generation_is_asked_once(stack, wire_to):
+def test_what_is_no_generation_is_asked_once(seats, wire_to):
     standins = [Standin(), Standin()]
-    with fleet_of(stack, wire_to, *standins) as fleet:
+    with fleet_of(seats, wire_to, *standins) as fleet:
         for one in standins:
             one.fault = DIE_FIRST
         status, _, body = fleet.front.post("/v1/files", {"model": "m"})
@@ -174,8 +167,8 @@ def test_what_is_no_generation_is_asked_once(stack, wire_to):
         assert sum(len(one.asked) for one in standins) == 1
 
 
-def test_streams_without_a_death_pass_byte_for_byte(stack, wire_to):
+def test_streams_without_a_death_pass_byte_for_byte(seats, wire_to):
     lone = Standin("caf\u00e9", "\u2615")
-    with fleet_of(stack, wire_to, lone) as fleet:
+    with fleet_of(seats, wire_to, lone) as fleet:
         answer = fleet.chat(stream=True)[1]
         assert answer == b"".join(lone._events({"messages": []}))

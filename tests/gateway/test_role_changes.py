@@ -1,6 +1,5 @@
 """Roles at run time: by operators, and by the controller."""
 
-from contextlib import ExitStack
 from threading import Thread
 
 import msgspec
@@ -14,19 +13,13 @@ from workmem.gateway.role_keeping import Recent
 
 
 @pytest.fixture
-def stack():
-    with ExitStack() as stack:
-        yield stack
-
-
-@pytest.fixture
 def trio():
     return Standin(), Standin(), Standin()
 
 
 @pytest.fixture
-def fleet(trio, stack, wire_to):
-    with fleet_of(stack, wire_to, *trio, roles=("prefill", "decode", "both"), split="always") as fleet:
+def fleet(trio, seats, wire_to):
+    with fleet_of(seats, wire_to, *trio, roles=("prefill", "decode", "both"), split="always") as fleet:
         yield fleet
 
 
@@ -102,14 +95,14 @@ def test_somebody_must_be_left_to_answer(fleet):
     assert roles(fleet)[2] == ("both", None)
 
 
-def test_somebody_means_somebody_who_is_up_and_has_the_model(stack, wire_to):
+def test_somebody_means_somebody_who_is_up_and_has_the_model(seats, wire_to):
     pair = Standin(model="m"), Standin(model="other")
-    with fleet_of(stack, wire_to, *pair) as fleet:
+    with fleet_of(seats, wire_to, *pair) as fleet:
         status, answer = change(fleet, 0, "prefill")
         assert status == 409
         assert "with m " in answer["error"]["message"]
     alike = Standin(), Standin()
-    with fleet_of(stack, wire_to, *alike) as fleet:
+    with fleet_of(seats, wire_to, *alike) as fleet:
         fleet.app.state.servers[1].down_until = float("inf")
         assert change(fleet, 0, "prefill")[0] == 409
         fleet.app.state.servers[1].down_until = 0.0
@@ -137,10 +130,10 @@ def test_a_wrong_field_is_named(fleet, body, param):
     assert fleet.front.post("/debug/servers", b"{")[0] == 400
 
 
-def test_roles_are_the_operators_own(trio, stack, wire_to, tmp_path):
+def test_roles_are_the_operators_own(trio, seats, wire_to, tmp_path):
     (tmp_path / "keys").write_text("root\nhers:acme\n")
     server = msgspec.structs.replace(FRONT, api_key_file=str(tmp_path / "keys"))
-    with fleet_of(stack, wire_to, *trio, server=server) as fleet:
+    with fleet_of(seats, wire_to, *trio, server=server) as fleet:
         assert change(fleet, 0, "prefill")[0] == 401
         assert fleet.front.get("/debug/servers")[0] == 401
         status, answer = change(fleet, 0, "prefill", {"authorization": "Bearer hers"})
@@ -148,10 +141,10 @@ def test_roles_are_the_operators_own(trio, stack, wire_to, tmp_path):
         assert change(fleet, 0, "prefill", {"authorization": "Bearer root"})[0] == 200
 
 
-def test_the_controller_changes_what_is_elastic_and_nothing_else(stack, wire_to, until):
+def test_the_controller_changes_what_is_elastic_and_nothing_else(seats, wire_to, until):
     servers = [Standin() for _ in range(3)]
     with fleet_of(
-        stack,
+        seats,
         wire_to,
         *servers,
         roles=("prefill", "elastic", "both"),

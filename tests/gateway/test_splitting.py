@@ -2,7 +2,6 @@
 
 import json
 import uuid
-from contextlib import ExitStack
 from threading import Thread
 
 import pytest
@@ -15,21 +14,15 @@ WHOLE = "Hello there, friend."
 
 
 @pytest.fixture
-def stack():
-    with ExitStack() as stack:
-        yield stack
-
-
-@pytest.fixture
 def pair():
     """A prefill and a decode server."""
     return Standin(prompt_tokens=1234), Standin(prompt_tokens=1234, cached_tokens=1200)
 
 
 @pytest.fixture
-def fleet(pair, stack, wire_to):
+def fleet(pair, seats, wire_to):
     with fleet_of(
-        stack,
+        seats,
         wire_to,
         *pair,
         roles=("prefill", "decode"),
@@ -125,10 +118,10 @@ def test_whatever_fails_at_the_prefill_server_costs_nobody_an_answer(
     until(lambda: prefill.running == 0)
 
 
-def test_a_prefill_server_that_is_slow_is_given_up_and_spared(pair, stack, wire_to, until):
+def test_a_prefill_server_that_is_slow_is_given_up_and_spared(pair, seats, wire_to, until):
     pair[0].fault = HANG
     with fleet_of(
-        stack, wire_to, *pair, roles=("prefill", "decode"), split="always", prefill_timeout_s=0.3
+        seats, wire_to, *pair, roles=("prefill", "decode"), split="always", prefill_timeout_s=0.3
     ) as fleet:
         assert fleet.chat()[1]["choices"][0]["message"]["content"] == WHOLE
         assert fleet.last()["split"]["fallback"] == "prefill_slow"
@@ -160,10 +153,10 @@ def test_a_prefill_server_that_failed_is_spared_for_a_while(fleet, pair, until):
     until(is_split_again)
 
 
-def test_a_dead_prefill_server_is_passed_over(pair, stack, wire_to):
+def test_a_dead_prefill_server_is_passed_over(pair, seats, wire_to):
     gone = Standin()
     with fleet_of(
-        stack, wire_to, gone, *pair, roles=("prefill", "prefill", "decode"), split="always"
+        seats, wire_to, gone, *pair, roles=("prefill", "prefill", "decode"), split="always"
     ) as fleet:
         server = fleet.app.state.servers[0]
         server.url = "http://127.0.0.1:9"
@@ -191,10 +184,10 @@ def test_a_client_that_leaves_ends_the_hop_that_runs(fleet, pair, until, is_pref
     assert all(one["backlog_s"] == 0 for one in fleet.servers())
 
 
-def test_a_decode_server_that_dies_leaves_the_answer_to_those_beside_it(stack, wire_to):
+def test_a_decode_server_that_dies_leaves_the_answer_to_those_beside_it(seats, wire_to):
     prefill, decode, spare = Standin(), Standin(), Standin()
     with fleet_of(
-        stack, wire_to, prefill, decode, spare, roles=("prefill", "decode", "both"), split="always"
+        seats, wire_to, prefill, decode, spare, roles=("prefill", "decode", "both"), split="always"
     ) as fleet:
         fleet.chat(headers={"x-session-id": "s"})
         first, second = (decode, spare) if decode.asked else (spare, decode)
@@ -210,8 +203,8 @@ def test_a_decode_server_that_dies_leaves_the_answer_to_those_beside_it(stack, w
         assert [body.get("stream") for body in prefill.bodies] == [False, False, None]
 
 
-def test_prefill_servers_answer_where_nobody_else_is_up(pair, stack, wire_to):
-    with fleet_of(stack, wire_to, *pair, roles=("prefill", "decode"), split="always") as fleet:
+def test_prefill_servers_answer_where_nobody_else_is_up(pair, seats, wire_to):
+    with fleet_of(seats, wire_to, *pair, roles=("prefill", "decode"), split="always") as fleet:
         fleet.app.state.servers[1].url = "http://127.0.0.1:9"
         for _ in range(2):
             assert fleet.chat()[0] == 200
@@ -219,17 +212,17 @@ def test_prefill_servers_answer_where_nobody_else_is_up(pair, stack, wire_to):
         assert fleet.last()["split"]["reason"] == "no_decode_server"
 
 
-def test_without_a_prefill_server_nothing_is_split(stack, wire_to):
+def test_without_a_prefill_server_nothing_is_split(seats, wire_to):
     pair = Standin(), Standin()
-    with fleet_of(stack, wire_to, *pair, split="always") as fleet:
+    with fleet_of(seats, wire_to, *pair, split="always") as fleet:
         assert fleet.chat()[0] == 200
         assert fleet.last()["split"]["reason"] == "no_prefill_server"
         assert "handoff" not in json.dumps([one.bodies for one in pair])
 
 
-def test_auto_measures_first_and_then_splits_where_streams_would_wait(pair, stack, wire_to, until):
+def test_auto_measures_first_and_then_splits_where_streams_would_wait(pair, seats, wire_to, until):
     decode = pair[1]
-    with fleet_of(stack, wire_to, *pair, roles=("prefill", "decode")) as fleet:
+    with fleet_of(seats, wire_to, *pair, roles=("prefill", "decode")) as fleet:
         # Each a session of its own, of which no server has anything.
         for number in range(3):
             fleet.chat(f"{number}" + 4000 * "x")
@@ -254,17 +247,17 @@ def test_auto_measures_first_and_then_splits_where_streams_would_wait(pair, stac
     held.join(5)
 
 
-def test_a_session_whose_context_is_there_is_not_split(pair, stack, wire_to):
-    with fleet_of(stack, wire_to, *pair, roles=("prefill", "decode")) as fleet:
+def test_a_session_whose_context_is_there_is_not_split(pair, seats, wire_to):
+    with fleet_of(seats, wire_to, *pair, roles=("prefill", "decode")) as fleet:
         for turn in range(2):
             fleet.chat(headers={"x-session-id": "s"})
             assert fleet.last()["split"]["reason"] == ("measuring", "cached")[turn]
 
 
-def test_costs_are_learned_from_what_answers_say(pair, stack, wire_to):
+def test_costs_are_learned_from_what_answers_say(pair, seats, wire_to):
     prefill, decode = pair
     prefill.delay_s, decode.delay_s, decode.prompt_tokens = 0.3, 0.0, 1000
-    with fleet_of(stack, wire_to, *pair, roles=("prefill", "decode"), split="always") as fleet:
+    with fleet_of(seats, wire_to, *pair, roles=("prefill", "decode"), split="always") as fleet:
         for _ in range(3):
             fleet.chat(stream=True, stream_options={"include_usage": True})
         costs = [one["costs"] for one in fleet.servers()]
@@ -288,10 +281,10 @@ def test_explain_tells_who_did_what_and_why(fleet, pair, capsys):
     page = " ".join(capsys.readouterr().out.split())
     assert f"Split: 1234 tokens computed by {fleet.urls[0]} in" in page
     assert f"answered by {fleet.urls[1]}; upstream.split is always." in page
+    fleet.chat(content="Hi")
+    explain(last=True, url=fleet.front.base_url)
+    assert "Not split: the prompt was expected to be shorter" in " ".join(capsys.readouterr().out.split())
     pair[0].status = 500
     fleet.chat()
     explain(last=True, url=fleet.front.base_url)
     assert "failed (prefill_5xx)" in " ".join(capsys.readouterr().out.split())
-    fleet.chat(content="Hi")
-    explain(last=True, url=fleet.front.base_url)
-    assert "Not split: the prompt was expected to be shorter" in " ".join(capsys.readouterr().out.split())

@@ -116,14 +116,8 @@ class Upstream:
         steady = self._steady(hop, tries, raw)
         passing = _Passing(exchange, caller, model, session, raw, split, tries, steady, arrived, created)
         chunks: AsyncIterator[bytes] | None = None if steady is None else steady.chunks()
-        return PassThrough(
-            hop,
-            chunks,
-            self._metrics,
-            arrived,
-            self._request_timeout_s,
-            lambda *a, **k: self._end(passing, *a, **k),
-        )
+        on_end = partial(self._end, passing)
+        return PassThrough(hop, chunks, self._metrics, arrived, self._request_timeout_s, on_end)
 
     def _steady(self, hop: Hop, tries: Tries, raw: Mapping[str, Any]) -> SteadyStream | None:
         """The stream of a generation, which may go on elsewhere; None for anything else."""

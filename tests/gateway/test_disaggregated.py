@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
@@ -18,7 +19,7 @@ from workmem.testing.server import running
 from workmem.testing.tiny_models import build_model
 from workmem.testing.waiting import wait_until
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(400)
 BLOCK = 16
 
 
@@ -57,7 +58,8 @@ def real(tmp_path_factory):
         stack.enter_context(store_served(folder))
         # SIGKILL is how they end here, by the tests or after them.
         starts = [serving(place, signal.SIGKILL, more=more) for _ in range(3)]
-        servers = [stack.enter_context(start) for start in starts]
+        with ThreadPoolExecutor(3) as pool:
+            servers = list(pool.map(stack.enter_context, starts))
         upstream = UpstreamConfig(
             urls=tuple(server.url for server in servers),
             roles=("prefill", "decode", "decode"),

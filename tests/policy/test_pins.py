@@ -142,3 +142,15 @@ def test_block_is_in_one_group_only():
     groups.join("g", 1)
     with pytest.raises(AssertionError, match="already"):
         groups.join("h", 1)
+
+
+def test_when_a_block_is_not_pinned_any_more_is_known():
+    table = PinTable[str](100)
+    assert table.ends_s("a") is None
+    table.pin("o", "short", {"a": 1, "b": 1}, now_s=0.0, ttl_s=5.0)
+    table.pin("o", "long", {"a": 1}, now_s=0.0, ttl_s=9.0)
+    assert (table.ends_s("a"), table.ends_s("b")) == (9.0, 5.0)
+    table.unpin("o", "short")
+    assert (table.ends_s("a"), table.ends_s("b")) == (9.0, None)
+    table.expire(9.0)
+    assert table.ends_s("a") is None

@@ -335,7 +335,7 @@ def test_a_master_that_dies_or_freezes_leaves_dram_to_serve_and_is_found_again(h
             wait_until(lambda: not store.gauges()["store_below_error"], 20)
         else:
             master.kill()
-        next_one = Master(port=master.port) if how is signal.SIGKILL else master
+        next_one = Master(master.port) if how is signal.SIGKILL else master
         try:
             # Owners come back by themselves within seconds.
             wait_until(lambda: is_kept_below(store, Chain(namespace(), 4, seed=next(SEEDS))), 30, step_s=0.2)

@@ -55,6 +55,8 @@ class PinTable(Generic[Block]):
         self._owners: dict[str, _Owner[Block]] = {}
         self._uses: dict[Block, int] = {}
         """How many pins name a block, whoever owns them."""
+        self._ends_s: dict[Block, float] = {}
+        """When the last pin that ever named a block ends, of those that are pinned."""
 
     def __len__(self) -> int:
         return sum(len(owner.pins) for owner in self._owners.values())
@@ -74,6 +76,7 @@ class PinTable(Generic[Block]):
         mine.pins[name] = pin
         for block, size in pin.blocks.items():
             self._uses[block] = self._uses.get(block, 0) + 1
+            self._ends_s[block] = max(pin.ends_s, self._ends_s.get(block, pin.ends_s))
             mine.uses[block] = mine.uses.get(block, 0) + 1
             if mine.uses[block] == 1:
                 mine.bytes += size
@@ -105,6 +108,10 @@ class PinTable(Generic[Block]):
     def is_pinned(self, block: Block) -> bool:
         """Whether any pin names the block, resident or not."""
         return block in self._uses
+
+    def ends_s(self, block: Block) -> float | None:
+        """When a block will not be pinned any more, unless a pin is ended before its time; None where none names it."""
+        return self._ends_s.get(block)
 
     def owners(self) -> list[tuple[str, int, int]]:
         """Name, pins and bytes named of each owner, whoever names most first. May be asked without the lock."""
@@ -146,5 +153,6 @@ class PinTable(Generic[Block]):
             self._uses[block] -= 1
             if not self._uses[block]:
                 del self._uses[block]
+                del self._ends_s[block]
         if not mine.pins:
             del self._owners[owner]

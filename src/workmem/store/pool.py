@@ -51,7 +51,7 @@ class Pool:
         eviction: EvictionName = "value",
         pin_budget_bytes: int = 0,
     ) -> None:
-        self._clock = clock
+        self.clock = clock
         self._numbers = 0
         self.state = Residents(arena, Outbox(sink), eviction, pin_budget_bytes)
         self.leases = LeaseTable(self.state, clock)
@@ -131,8 +131,8 @@ class Pool:
         until = 0.0
         with self.state.outbox:
             while (begun := self._begin(space, block, workflow)) is None:
-                until = until or self._clock.monotonic() + wait_s
-                left = until - self._clock.monotonic()
+                until = until or self.clock.monotonic() + wait_s
+                left = until - self.clock.monotonic()
                 if left <= 0 or not (self.state.unwritten or self.state.writes_in_flight):
                     self._no_room(space, workflow)
                     return SaveState.DROPPED

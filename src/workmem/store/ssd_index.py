@@ -81,7 +81,7 @@ class SsdIndex:
         self.strikes = Strikes(state.outbox)
         state.drop_extent = self._strike
         state.touch_ssd = self._touch
-        state.advise_ssd = self._advise
+        state.advise_ssd = self.advise
 
     @property
     def file_bytes(self) -> int:
@@ -421,7 +421,8 @@ class SsdIndex:
     def _touch(self, rows: Sequence[int]) -> None:
         self.order.touch(rows)
 
-    def _advise(self, rows: Sequence[int], prospect: Prospect) -> None:
+    def advise(self, rows: Sequence[int], prospect: Prospect) -> None:
+        """What is known of the next use of blocks that are here. The lock is held by the caller."""
         here = [row for row in rows if self._is_here(row)]
         if here:
             self.order.advise(here, prospect=prospect)
@@ -439,7 +440,7 @@ class SsdIndex:
         segment = self.segments[catalog.segment[row]]
         rest = self._lift(row)
         self.strikes.strike_out(catalog.space[row], catalog.key[row], segment)
-        self._advise(rest, Prospect.DONE)
+        self.advise(rest, Prospect.DONE)
         return rest
 
     def _lift(self, row: int) -> list[int]:

@@ -5,7 +5,7 @@ Every method takes the pool's lock itself (R1), but those that say otherwise; no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -14,6 +14,7 @@ from workmem.store.catalog import Space
 from workmem.store.frames import Frame
 from workmem.store.residents import Residents
 from workmem.store.ssd_index import SsdIndex
+from workmem.store.tiers.contract import NO_FACTS, PageFacts
 from workmem.store.tiers.entries import put_entry
 from workmem.store.tiers.journal_records import PutEntry
 from workmem.store.tiers.page_header import identity_of
@@ -27,6 +28,7 @@ class WriteJob(msgspec.Struct, frozen=True, eq=False):
     stamp: int
     space: Space
     frame: Frame
+    facts: PageFacts = NO_FACTS
 
     @property
     def length(self) -> int:
@@ -41,6 +43,8 @@ class WriteQueue:
         self._state = state
         self._catalog = state.catalog
         self._index = index
+        self.facts_of: Callable[[int], PageFacts] | None = None
+        """What to tell the tier of the page in a row; set where it asks. Called with the lock held."""
         self.extent_bytes_max = extent_bytes_max
         """A page that takes more can never be kept; it stays in dram only."""
 
@@ -70,7 +74,8 @@ class WriteQueue:
                     state.write_ended(row, stamp)
                     continue
                 frame.pins += 1
-                jobs.append(WriteJob(row, stamp, catalog.space[row], frame))
+                facts = NO_FACTS if self.facts_of is None else self.facts_of(row)
+                jobs.append(WriteJob(row, stamp, catalog.space[row], frame, facts))
                 total += frame.size
             state.writes_in_flight += len(jobs)
             state.outbox.changed.notify_all()

@@ -48,6 +48,7 @@ class Owner:
         if not said or said[0] != "0":
             self.kill()
             raise RuntimeError(f"an owner of memory does not start: {said}")
+        self.segment_name = said[1]
 
     def send(self, number: signal.Signals) -> None:
         """Stop it, or have it go on."""
@@ -62,7 +63,7 @@ class Owner:
 class Master:
     """A `mooncake_master`, at `address`."""
 
-    def __init__(self, port: int = 0, **flags: int) -> None:
+    def __init__(self, port: int = 0, /, **flags: int | str) -> None:
         self.port = port or free_port()
         self.address = f"127.0.0.1:{self.port}"
         more = {"client_ttl": 10, "enable_metric_reporting": "false", **flags}
@@ -102,9 +103,9 @@ class Master:
 
 
 @contextmanager
-def pool(size: int, *, lease_ms: int = 5000) -> Generator[Master]:
+def pool(size: int, *, lease_ms: int = 5000, **flags: int | str) -> Generator[Master]:
     """A master that holds what is read for `lease_ms`, and one owner of `size` bytes."""
-    master = Master(default_kv_lease_ttl=lease_ms)
+    master = Master(default_kv_lease_ttl=lease_ms, **flags)
     try:
         owner = Owner(master.address, size)
         try:

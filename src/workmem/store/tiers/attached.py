@@ -19,9 +19,11 @@ from workmem.store.pool import Pool
 from workmem.store.ssd_index import FoundPage, SsdIndex
 from workmem.store.ssd_strikes import Owed
 from workmem.store.ssd_writes import WriteJob, WriteQueue
+from workmem.store.tiers.advice import Advice
 from workmem.store.tiers.contract import (
     CLOSE_S,
     PUT_S,
+    AdvisedTier,
     ArenaMemory,
     HeldPage,
     ListeningTier,
@@ -63,6 +65,9 @@ class AttachedTier:
         self.capacity_bytes = tier.usage().capacity_bytes or _NO_BOUND
         self.index = index or SsdIndex(pool.state, self.capacity_bytes, eviction)
         self.writes = WriteQueue(pool.state, self.index, self.capacity_bytes)
+        self._advice = Advice(pool, tier, self.index) if isinstance(tier, AdvisedTier) else None
+        if self._advice is not None:
+            self.writes.facts_of = self._advice.facts_of
         self.place = Segment(_PLACE, Path(), _NoFile(), 0)
         self.place.is_whole_tier = True
         self.index.segments[_PLACE] = self.place
@@ -233,7 +238,7 @@ class AttachedTier:
         key, parent, depth = identity_of(frame)
         name = PageName(space.root, bytes(key))
         about = HeldPage(name, space.namespace, parent, depth, len(frame), checksum_of(frame))
-        return PageOut(about, frame.toreadonly())
+        return PageOut(about, frame.toreadonly(), job.facts)
 
     def _make_room(self, need: int) -> None:
         over = self.index.live_bytes + need - self.capacity_bytes

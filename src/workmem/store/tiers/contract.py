@@ -57,12 +57,26 @@ class HeldPage(msgspec.Struct, frozen=True, gc=False):
     """Of the header that must come back."""
 
 
+class PageFacts(msgspec.Struct, frozen=True, gc=False):
+    """What the store knows of pages beyond their bytes. Advice: a tier may pass over any of it."""
+
+    group: str = ""
+    """Pages of a group are used, and had better leave, together: those of one workflow, or of a life group. A digest; empty is none."""
+    wanted_s: float = 0.0
+    """They are pinned, or a use is announced, for so many seconds from now; 0: nothing is known."""
+
+
+NO_FACTS = PageFacts()
+
+
 class PageOut(msgspec.Struct, frozen=True, gc=False):
     """A page to keep."""
 
     about: HeldPage
     page: memoryview
     """Inside the arena. To be read until `done`, and not after."""
+    facts: PageFacts = NO_FACTS
+    """Where the tier is an `AdvisedTier`."""
 
 
 class PageIn(msgspec.Struct, frozen=True, gc=False):
@@ -151,6 +165,18 @@ class ListeningTier(SharedTier, Protocol):
 
     def look_sooner(self, seconds: float) -> None:
         """Somebody waits for pages of others: for so long from now, hear of them as soon as is fair. At once, from any thread."""
+        ...
+
+
+@runtime_checkable
+class AdvisedTier(Tier, Protocol):
+    """A tier that acts on what the store knows of its pages."""
+
+    def advise(self, names: Sequence[PageName], facts: PageFacts) -> None:
+        """Something new is known of pages that are there, or on their way; `wanted_s` 0 ends what was said of that before.
+
+        Called with a lock of the store's held: take note, and do what is to be done on a thread of the tier's.
+        """
         ...
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Sequence
 
+import msgspec
 import numpy as np
 
 from workmem.store.tiers.contract import HeldPage
@@ -72,18 +73,18 @@ class ClosingUp:
             return
         pages = [place.page for place in places]
         runs = group(pages, self._bytes_max)
-        new = [self._object([pages[index] for index in run]) for run in runs]
+        new = [self._object([pages[index] for index in run], old.group) for run in runs]
         # The old one first: where there is no room its place is what there is to have.
         self._link.remove([old.name])
         results = self._link.put(new, [[spans[index] for index in run] for run in runs])
         peers = self._link.where(new)
         there = [
-            PoolObject(one.name, one.pages, peer)
+            msgspec.structs.replace(one, peer=peer)
             for one, result, peer in zip(new, results, peers, strict=True)
             if result is PutResult.STORED and peer is not None
         ]
         self._shelf.move(old, there)
         tell(there, places)
 
-    def _object(self, pages: Sequence[HeldPage]) -> PoolObject:
-        return PoolObject(object_name(self._pool, pages), tuple(pages))
+    def _object(self, pages: Sequence[HeldPage], group: str) -> PoolObject:
+        return PoolObject(object_name(self._pool, pages), tuple(pages), group=group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 import threading
 import time
@@ -27,6 +28,9 @@ from workmem.transfer.mooncake_library import hush, load_mooncake
 
 SCRATCH_BYTES = 16 * 2**20
 """What the client keeps for values that are not in the arena: words of the ledger."""
+_PIN_STEP_S = 30
+_PIN_MAX_S = 24 * 3600
+"""What masters allow, unless they are told otherwise."""
 _CONNECT_S = 2.0
 _SETUP_S = 15.0
 
@@ -51,10 +55,10 @@ class Link:
         self._module = load_mooncake("mooncake.store", "$.store.below.tier: mooncake")
         self._segment_bytes = segment_bytes(options)
         self._client = _set_up(self._module, options)
-        self._put_config = self._module.ReplicateConfig()
-        if self._segment_bytes:
-            # Own memory takes a copy, another's a journey.
-            self._put_config.preferred_segment = self.segment_name
+        # Own memory takes a copy, another's a journey, unless the one who reads it next is there.
+        self._preferred = options.preferred_segment or (self.segment_name if self._segment_bytes else "")
+        self._put_config = self._config()
+        self._endpoint = ""
         hush(self._module)
 
     @property
@@ -78,16 +82,19 @@ class Link:
 
     def put(self, objects: Sequence[PoolObject], spans: Sequence[Sequence[Span]]) -> list[PutResult]:
         """Store objects from the arena. Those STORED are to be looked up with `where`."""
-        parts = [joined(pages) for pages in spans]
-        started = time.monotonic()
-        codes = self._client.batch_put_from_multi_buffers(
-            [found.name for found in objects],
-            [[address for address, _ in part] for part in parts],
-            [[size for _, size in part] for part in parts],
-            self._put_config,
-        )
-        seconds = time.monotonic() - started
-        return [put_result(code, seconds) for code in codes]
+        results = [PutResult.BROKEN] * len(objects)
+        by_pin: dict[int, list[int]] = {}
+        for at, one in enumerate(objects):
+            by_pin.setdefault(_pin_ms(one.pin_s), []).append(at)
+        for pin_ms, chosen in by_pin.items():
+            some, where = [objects[at] for at in chosen], [spans[at] for at in chosen]
+            found = self._put(some, where, pin_ms)
+            if pin_ms and set(found) == {PutResult.BROKEN}:
+                # The master's longest pin is shorter than ours, which nobody can ask it: better kept unpinned.
+                found = self._put(some, where, 0)
+            for at, result in zip(chosen, found, strict=True):
+                results[at] = result
+        return results
 
     def where(self, objects: Sequence[PoolObject]) -> list[str | None]:
         """Which peer has each, whole; None where it is not, or not yet, there. Raises MasterAwayError."""
@@ -131,6 +138,22 @@ class Link:
         codes = self._client.batch_remove(list(names), True)
         return [code in {0, NOT_FOUND, HAS_LEASE} for code in codes]
 
+    def copy_here(self, name: str) -> bool:
+        """Begin to copy an object into this process's memory, which takes seconds. False where that cannot be."""
+        _, code = self._client.create_copy_task(name, [self.segment_name])
+        return code == 0
+
+    def endpoint(self) -> str:
+        """What `where` says of an object that lies in this process's memory. Raises MasterAwayError."""
+        if not self._endpoint:
+            name = f"workmem/1/here/{secrets.token_hex(8)}"
+            config = self._config()
+            config.preferred_segment = self.segment_name
+            if self._client.put(name, b"here", config) == 0:
+                self._endpoint = self._peer_of(self._client.get_replica_desc(name), len(b"here")) or ""
+                self.remove([name])
+        return self._endpoint
+
     # -- words
 
     def is_there(self, names: Sequence[str]) -> list[bool]:
@@ -152,6 +175,31 @@ class Link:
         """No call may be under way, and none may follow. Takes a second or two."""
         self._client.close()
 
+    def _put(
+        self, objects: Sequence[PoolObject], spans: Sequence[Sequence[Span]], pin_ms: int
+    ) -> list[PutResult]:
+        parts = [joined(pages) for pages in spans]
+        config = self._config()
+        if any(one.group for one in objects):
+            config.group_ids = [one.group for one in objects]
+        if pin_ms:
+            config.soft_pin_action = self._module.SoftPinAction.ENABLE
+            config.soft_pin_ttl_ms = pin_ms
+        started = time.monotonic()
+        codes = self._client.batch_put_from_multi_buffers(
+            [found.name for found in objects],
+            [[address for address, _ in part] for part in parts],
+            [[size for _, size in part] for part in parts],
+            config,
+        )
+        seconds = time.monotonic() - started
+        return [put_result(code, seconds) for code in codes]
+
+    def _config(self) -> Any:
+        config = self._module.ReplicateConfig()
+        config.preferred_segment = self._preferred
+        return config
+
     def _with_others_size(self, wanted: Sequence[Wanted], results: list[GetResult]) -> list[GetResult]:
         """What is asked of an object behind its end fails as an owner that is dead does, and no peer is to blame for it."""
         dead = [at for at, result in enumerate(results) if result is GetResult.OWNER_DEAD]
@@ -170,6 +218,13 @@ class Link:
                 if memory.size == size:
                     return str(memory.transport_endpoint)
         return None
+
+
+def _pin_ms(pin_s: float) -> int:
+    """In steps, so that pages of one batch are put by few calls."""
+    if pin_s <= 0:
+        return 0
+    return 1000 * min(-(-int(pin_s + 1) // _PIN_STEP_S) * _PIN_STEP_S, _PIN_MAX_S)
 
 
 def _sizes(replicas: Sequence[Any]) -> set[int]:
@@ -203,6 +258,7 @@ def _set_up(module: ModuleType, options: MooncakeOptions) -> Any:
                 options.protocol,
                 options.devices,
                 options.master,
+                tenant_id=options.tenant,
             )
         )
 

@@ -44,4 +44,12 @@ def give_back(options: MooncakeOptions) -> None:
 
 
 def _way(options: MooncakeOptions) -> tuple[str | int, ...]:
-    return (options.master, options.host, options.protocol, options.devices, str(options.segment))
+    return (
+        options.master,
+        options.host,
+        options.protocol,
+        options.devices,
+        str(options.segment),
+        options.preferred_segment,
+        options.tenant,
+    )

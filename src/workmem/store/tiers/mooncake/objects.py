@@ -17,6 +17,10 @@ class PoolObject(msgspec.Struct, frozen=True, eq=False):
     pages: tuple[HeldPage, ...]
     peer: str = ""
     """Where it lies: the transfer address of the process whose memory it is in."""
+    group: str = ""
+    """Lives and dies in the pool with the other objects of this group; empty is none."""
+    pin_s: float = 0.0
+    """For so long it is to be put as one that is evicted last."""
     seal_bytes: int = 0
     """What a seal adds in front of each page."""
 
@@ -36,12 +40,17 @@ class PoolObject(msgspec.Struct, frozen=True, eq=False):
         return tuple(found)
 
 
-def group(pages: Sequence[HeldPage], bytes_max: int) -> list[list[int]]:
-    """Indices of `pages` by object: runs of a chain of at most `bytes_max`, or single pages that are larger."""
+def group(pages: Sequence[HeldPage], bytes_max: int, groups: Sequence[str] | None = None) -> list[list[int]]:
+    """Indices of `pages` by object: runs of a chain of at most `bytes_max`, or single pages that are larger.
+
+    `groups`: of each page; no object has pages of two.
+    """
     runs: list[list[int]] = []
     size = 0
     for index, page in enumerate(pages):
         last = pages[runs[-1][-1]] if runs else None
+        if last is not None and groups is not None and groups[index] != groups[runs[-1][-1]]:
+            last = None
         if last is not None and _follows(page, last) and size + page.length <= bytes_max:
             runs[-1].append(index)
             size += page.length

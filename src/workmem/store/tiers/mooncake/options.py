@@ -38,6 +38,10 @@ class MooncakeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Blocks of one context that are put together are one object, up to this size."""
     key_file: str = ""
     """File of the key that all that this store puts into the pool is encrypted under. Only stores with the same key share pages; empty is in the clear."""
+    preferred_segment: str = ""
+    """Segment that takes what this store puts, where it has room, as `workmem cluster status` names it; empty prefers this process's own."""
+    tenant: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}$")] = "default"
+    """Tenant of Mooncake's that this store's objects count for, where the master bounds tenants. Tenants share no page."""
     poll_s: Annotated[float, Meta(gt=0, le=60)] = 0.25
     """Pause between looks at what other stores put."""
 

@@ -6,6 +6,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from workmem.store.tiers.contract import ArenaMemory, Outcome, PageOut
 from workmem.store.tiers.mooncake.memory import Span, span_of
 from workmem.store.tiers.mooncake.objects import PoolObject, group, object_name
@@ -62,8 +64,10 @@ class Putting:
                 done(index, Outcome.DONE)
         if not new:
             return
+        groups = [pages[index].facts.group for index in new]
         runs = [
-            [new[at] for at in run] for run in group([pages[index].about for index in new], self._bytes_max)
+            [new[at] for at in run]
+            for run in group([pages[index].about for index in new], self._bytes_max, groups)
         ]
         objects = [self._object([pages[index] for index in run]) for run in runs]
         spans = [[span_of(pages[index].page, self._arena) for index in run] for run in runs]
@@ -74,7 +78,7 @@ class Putting:
             self._counts[f"put_{result}"] += 1
             if peer is not None:
                 self._peers.worked(peer)
-                kept.append(PoolObject(found.name, found.pages, peer))
+                kept.append(msgspec.structs.replace(found, peer=peer))
             outcomes.append(_outcome(result))
         if kept:
             tell(kept)
@@ -84,7 +88,9 @@ class Putting:
 
     def _object(self, pages: Sequence[PageOut]) -> PoolObject:
         about = tuple(page.about for page in pages)
-        return PoolObject(object_name(self._pool, about), about)
+        facts = [page.facts for page in pages]
+        pin_s = max(one.wanted_s for one in facts)
+        return PoolObject(object_name(self._pool, about), about, group=facts[0].group, pin_s=pin_s)
 
     def _results(
         self, objects: Sequence[PoolObject], spans: Sequence[Sequence[Span]]

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 
+import msgspec
 import numpy as np
 
 from workmem.core.errors import IntegrityError
@@ -82,6 +83,14 @@ class SealedLink:
         """See `Link.remove`."""
         return self._link.remove([self.name(name) for name in names])
 
+    def copy_here(self, name: str) -> bool:
+        """See `Link.copy_here`."""
+        return self._link.copy_here(self.name(name))
+
+    def endpoint(self) -> str:
+        """See `Link.endpoint`."""
+        return self._link.endpoint()
+
     # -- words
 
     def is_there(self, names: Sequence[str]) -> list[bool]:
@@ -105,7 +114,8 @@ class SealedLink:
     # --
 
     def _sealed(self, one: PoolObject) -> PoolObject:
-        return PoolObject(self.name(one.name), one.pages, one.peer, SEAL_BYTES)
+        group = self._cipher.name(one.group) if one.group else ""
+        return msgspec.structs.replace(one, name=self.name(one.name), group=group, seal_bytes=SEAL_BYTES)
 
     def _opened(self, hidden: str, value: bytes) -> bytes:
         if not value:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from workmem.store.codecs.pool_sealing import PoolCipher
 from workmem.store.tiers.contract import PUT_S, ArenaMemory, HeldPage, Outcome, PageName, PageOut
 from workmem.store.tiers.mooncake.answers import Answers
+from workmem.store.tiers.mooncake.caring import Caring
 from workmem.store.tiers.mooncake.closing_up import ClosingUp
 from workmem.store.tiers.mooncake.getting import Getting
 from workmem.store.tiers.mooncake.lanes import Job, Lanes
@@ -18,7 +19,7 @@ from workmem.store.tiers.mooncake.ledger import Entry, Follower, Log, entry_of, 
 from workmem.store.tiers.mooncake.link import Link, MasterAwayError
 from workmem.store.tiers.mooncake.links import borrow, give_back
 from workmem.store.tiers.mooncake.objects import PoolObject, names_of, prefix
-from workmem.store.tiers.mooncake.options import MooncakeOptions, capacity_bytes, object_bytes
+from workmem.store.tiers.mooncake.options import MooncakeOptions, capacity_bytes, object_bytes, segment_bytes
 from workmem.store.tiers.mooncake.peers import Peers
 from workmem.store.tiers.mooncake.putting import Putting
 from workmem.store.tiers.mooncake.sealed_link import SealedLink
@@ -74,6 +75,7 @@ class Session:
         )
         self._writes = Lanes("write", threads=WRITERS, lane_max=1, queue_max=QUEUE_MAX, patience_s=PUT_S)
         self._putting = Putting(self._link, arena, shelf, peers, counts, options.pool, object_bytes(options))
+        self.caring = Caring(self._link, shelf, counts, capacity_bytes(options), segment_bytes(options))
         self.getting = Getting(self._link, arena, shelf, peers, counts, self._reads)
         self._ending = threading.Event()
         self._stir = threading.Event()
@@ -154,6 +156,7 @@ class Session:
                 try:
                     if pages := self._look():
                         seen(pages)
+                    self.caring.step()
                 except MasterAwayError:
                     self._is_away, pause = True, _AWAY_PAUSE_S
                     continue

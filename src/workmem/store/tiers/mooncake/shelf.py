@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -41,6 +42,7 @@ class Shelf:
         """Of pages."""
         self.object_bytes = 0
         """Of objects: an object stays whole until its last page is taken off."""
+        self._group_bytes: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._places)
@@ -65,13 +67,23 @@ class Shelf:
             held = self._objects.pop(found.name, None)
             if held is not None:
                 self.used_bytes -= held.left_bytes
-                self.object_bytes -= held.inside.size
+                self._count(held.inside, -1)
             self._put_in(found, {page.name: index for index, page in enumerate(found.pages)})
 
     def find(self, names: Sequence[PageName]) -> list[Place | None]:
         """Where each lies."""
         with self._lock:
             return [self._places.get(name) for name in names]
+
+    def known(self, names: Iterable[str]) -> list[PoolObject]:
+        """Objects that are known by these names."""
+        with self._lock:
+            return [self._objects[name].inside for name in names if name in self._objects]
+
+    def bytes_with(self, one: PoolObject) -> int:
+        """Of an object, and of all that are known of its group."""
+        with self._lock:
+            return self._group_bytes.get(one.group, one.size) if one.group else one.size
 
     def emptied_by(self, names: Iterable[PageName]) -> list[PoolObject]:
         """Objects of which nothing would be left without these pages."""
@@ -126,7 +138,7 @@ class Shelf:
         self._objects[found.name] = _Held(found, left, size)
         self._places |= {name: Place(found, index) for name, index in left.items()}
         self.used_bytes += size
-        self.object_bytes += found.size
+        self._count(found, 1)
         return pages
 
     def _take_off(self, name: PageName) -> None:
@@ -137,4 +149,11 @@ class Shelf:
         self.used_bytes -= place.page.length
         if not held.left:
             del self._objects[place.inside.name]
-            self.object_bytes -= place.inside.size
+            self._count(held.inside, -1)
+
+    def _count(self, one: PoolObject, sign: int) -> None:
+        self.object_bytes += sign * one.size
+        if one.group:
+            self._group_bytes[one.group] += sign * one.size
+            if not self._group_bytes[one.group]:
+                del self._group_bytes[one.group]

@@ -12,6 +12,7 @@ from workmem.store.tiers.contract import (
     HeldPage,
     Options,
     Outcome,
+    PageFacts,
     PageIn,
     PageName,
     PageOut,
@@ -30,7 +31,7 @@ Done = Callable[[int, Outcome], None]
 
 
 class MooncakeTier:
-    """See `contract.ListeningTier`."""
+    """See `contract.ListeningTier` and `contract.AdvisedTier`."""
 
     kind = TierName.REMOTE
 
@@ -84,6 +85,11 @@ class MooncakeTier:
             answers.rest(Outcome.FAILED)
         elif names:
             self._session.drop(names, answers)
+
+    def advise(self, names: Sequence[PageName], facts: PageFacts) -> None:
+        """See `AdvisedTier.advise`."""
+        if self._session is not None:
+            self._session.caring.note(names, facts)
 
     def usage(self) -> TierUsage:
         """See `Tier.usage`."""

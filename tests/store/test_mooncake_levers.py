@@ -123,14 +123,14 @@ def test_the_pages_of_a_workflow_stay_together_and_go_together(small):
         for seed, chain in enumerate(flows):
             save(store, chain, f"flow {seed}")
         objects = [objects_of(store, chain) for chain in flows]
-        assert all(len(some) == 3 and len({one.group for one in some}) == 1 for some in objects)
+        assert all(len(some) > 1 and len({one.group for one in some}) == 1 for some in objects)
         assert len({some[0].group for some in objects}) == 4
         for _ in range(128):
             stranger.put()
-            # One of its three is asked for.
-            assert stranger.link.is_there([objects[0][2].name]) == [True]
+            # One of them is asked for.
+            assert stranger.link.is_there([objects[0][-1].name]) == [True]
         there = [stranger.there(some) for some in objects]
-        assert there[0] == [True] * 3
+        assert all(there[0])
         assert all(len(set(some)) == 1 for some in there)
         assert not all(some[0] for some in there)
 
@@ -331,16 +331,16 @@ def test_what_is_expected_is_copied_to_this_host_and_outlives_the_host_it_came_f
         wait_until(lambda: other.lookup(chain.root, chain.keys).blocks == 10, 20)
         tier = other._below.tier.tier
         client = tier._session._link._client
-        (one,) = objects_of(other, chain)
-        assert len(client.get_replica_desc(one.name)) == 1
+        names = [one.name for one in objects_of(other, chain)]
+        assert all(len(client.get_replica_desc(name)) == 1 for name in names)
         assert other.announce(chain.root, chain.keys, Prospect.EXPECTED) == 10
 
         def is_copied() -> bool:
-            found = client.get_replica_desc(one.name)
-            return len(found) == 2 and all(str(each.status).endswith("COMPLETE") for each in found)
+            found = [client.get_replica_desc(name) for name in names]
+            return all([str(one.status) for one in some] == ["ReplicaStatus.COMPLETE"] * 2 for some in found)
 
         wait_until(is_copied, 30)
-        assert tier.counts["copies_begun"] == 1
+        assert tier.counts["copies_begun"] == len(names)
         far.kill()
         assert read_all(other, chain.root, chain.keys) == 10
 

@@ -88,7 +88,7 @@ def test_a_flush_hears_of_it_when_only_pages_that_left_were_waiting(kit, monkeyp
         monkeypatch.setattr(store._below.breaker, "writes_open", True)
         monkeypatch.setattr(store._below.breaker, "may_write", lambda: False)
         monkeypatch.setattr(writes, "give_up_writes", lambda: None)
-        pool.unwritten.append((0, 7))
+        pool.unwritten.add((0, 7))
 
     def later():
         with pool.outbox:

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 from fake_engine import FakeVllm, Request
-from small import SIZE
+from small import FACTS, SIZE
 
 from workmem.core.keys import BlockKey
 from workmem.core.outcomes import Lookup, MissReason
 from workmem.engines.vllm.config import VllmConfig
 from workmem.engines.vllm.hints import read_hints
 from workmem.policy.order import Prospect
+from workmem.store.contract import BlockId
 from workmem.store.host.client import HostStore
 from workmem.store.host.server import HostServer
 from workmem.store.host.session import HostLimits
@@ -154,6 +155,43 @@ def test_fewer_tokens_than_the_prompt_has(make, store: Store):
     consumer.add(request)
     consumer.run()
     assert told(request)["handoff"] == {"waited_s": 0.0, "tokens": 3 * SIZE}
+
+
+def test_a_block_that_ends_with_the_prompt_is_not_waited_for(make, store: Store):
+    """Its last token is computed in any case."""
+    producer, consumer = make(), make()
+    prefill(producer, PROMPT[: 5 * SIZE], store)
+    request = handed_off("d", PROMPT[: 6 * SIZE])
+    consumer.add(request)
+    consumer.run()
+    assert told(request)["handoff"] == {"waited_s": 0.0, "tokens": 5 * SIZE}
+
+
+def test_a_long_context_is_looked_for_where_it_goes_on(make, store: Store):
+    away = Away(store)
+    consumer = make(away)
+    long = [n % 50 for n in range(90 * SIZE + 1)]
+    asked: list[int] = []
+    inner = away.lookup
+    away.lookup = lambda root, keys: asked.append(len(keys)) or inner(root, keys)
+    request = handed_off("d", long)
+    consumer.add(request)
+    consumer.step()
+    keys = [BlockKey(key) for key in request.block_hashes]
+    root = consumer.side._namespaces.of(consumer.side._requests["d"].scope)[1][0]
+    for start, end in ((0, 20), (20, 88)):
+        blocks = [
+            BlockId(keys[n], keys[n - 1] if n else root, tuple(long[n * SIZE : (n + 1) * SIZE]), n)
+            for n in range(start, end)
+        ]
+        store.put(root, [(block, bytes(FACTS.layout(0).page_bytes)) for block in blocks])
+        del asked[:]
+        consumer.clock.now += 0.1
+        consumer.step()
+        assert request.state == "waiting"
+    assert asked == [64, 6], "of what is missing, a window at a time, as long as all of one is there"
+    consumer.abort(request)
+    consumer.step()
 
 
 def test_what_the_engine_has_itself_counts(make, store: Store):

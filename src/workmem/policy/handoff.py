@@ -40,7 +40,7 @@ class Ending(StrEnum):
 class HandoffWait:
     """Of one request, once. Times are in seconds of one clock that never goes back; `now` at first: when it arrived.
 
-    `blocks`: full blocks of the tokens handed off, as far as the prompt has them; `longest_s`: what the engine allows.
+    `blocks`: full blocks of the tokens handed off, as far as the prompt has use for them; `longest_s`: what the engine allows.
     """
 
     def __init__(self, handoff: Handoff, *, blocks: int, longest_s: float, now: float) -> None:
@@ -50,9 +50,10 @@ class HandoffWait:
         self.ending: Ending | None = None
         """None while it lasts."""
         self.waited_s = 0.0
+        self.most = 0
+        """Blocks that were seen to be there, at most."""
         self._until = now + wait_s
         self._quiet_s = max(QUIET_SHARE * wait_s, QUIET_MIN_S)
-        self._most = 0
         self._quiet_at = now + self._quiet_s
         self._look_at = now
         self._held_since: float | None = None
@@ -74,8 +75,8 @@ class HandoffWait:
         """So many leading blocks can be had now. Whether to wait on."""
         if self.ending is not None:
             return False
-        if blocks > self._most:
-            self._most, self._quiet_at = blocks, now + self._quiet_s
+        if blocks > self.most:
+            self.most, self._quiet_at = blocks, now + self._quiet_s
         if blocks >= self.blocks:
             return self._end(Ending.READY if self._held_since is None else Ending.WHOLE, now)
         if self.is_late(now):

@@ -193,7 +193,7 @@ class Pool:
             catalog = self.state.catalog
             for row, frame in enumerate(catalog.frame):
                 if frame is not None and catalog.segment[row] == NO_SEGMENT and not catalog.is_unwritten[row]:
-                    self.state.queue_write(row)
+                    self.state.queue_write_again(row)
 
     def quarantine_extent(self, row: int, stamp: int, extent: Extent, reason: MissReason) -> None:
         """The page at `extent` is corrupt: every copy of the block leaves service."""

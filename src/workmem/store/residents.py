@@ -6,7 +6,7 @@ are in docs/internals/buffer-rules.md.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -23,6 +23,7 @@ from workmem.store.care import Care
 from workmem.store.catalog import IS_BACK, NO_SEGMENT, Catalog, Space
 from workmem.store.charges import Charges
 from workmem.store.compaction import Compaction
+from workmem.store.due_writes import DueWrites
 from workmem.store.frames import Frame, FrameState, FrameTable
 from workmem.store.outbox import Outbox
 from workmem.store.shares import TierShares, note_missed
@@ -57,8 +58,8 @@ class Residents:
         self.spaces: dict[bytes, Space] = {}
         self.leaving: dict[int, Space] = {}
         """Purged namespaces whose pages are still being given up, by number."""
-        self.unwritten: deque[tuple[int, int]] = deque()
-        """Row and stamp of blocks on their way to ssd, oldest first; an entry that `owes_write` denies is stale."""
+        self.unwritten = DueWrites()
+        """Blocks on their way to the tier below; an entry that `owes_write` denies is stale."""
         self.writes_in_flight = 0
         self.wants_writes = False
         """A durable tier takes what is admitted."""
@@ -124,9 +125,9 @@ class Residents:
         self.frames.free(frame)
 
     def reserve_unwritten(self, space: Space, group: str = "") -> Frame | None:
-        """A request that waits now is worth more than a copy on ssd: give up the newest unwritten pages."""
+        """A request that waits now is worth more than a copy on ssd: give up the unwritten pages that would go last."""
         while self.unwritten:
-            row, stamp = self.unwritten.pop()
+            row, stamp = self.unwritten.take_last()
             if not self.owes_write(row, stamp):
                 # A flush waits for stale ones too.
                 self.outbox.changed.notify_all()
@@ -375,9 +376,15 @@ class Residents:
         return self.catalog.is_same(row, stamp) and bool(self.catalog.is_unwritten[row])
 
     def queue_write(self, row: int, *, is_back: bool = False) -> None:
-        """Note that a block is to be made durable. `is_back`: every tier had evicted it before."""
+        """Note that a block that was just saved is to be made durable. `is_back`: every tier had evicted it before."""
         self.catalog.is_unwritten[row] = IS_BACK if is_back else 1
-        self.unwritten.append((row, self.catalog.stamp[row]))
+        self.unwritten.add((row, self.catalog.stamp[row]))
+        self.outbox.changed.notify_all()
+
+    def queue_write_again(self, row: int) -> None:
+        """As `queue_write`, of one that the tier below did not take before: behind all that is saved now."""
+        self.catalog.is_unwritten[row] = 1
+        self.unwritten.add_again((row, self.catalog.stamp[row]))
         self.outbox.changed.notify_all()
 
     def write_ended(self, row: int, stamp: int) -> None:

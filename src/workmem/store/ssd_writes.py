@@ -56,19 +56,19 @@ class WriteQueue:
         with state.outbox:
             queue = state.unwritten
             while queue:
-                row, stamp = queue[0]
+                row, stamp = queue.first
                 frame = catalog.frame[row]
                 if not state.owes_write(row, stamp) or frame is None:
-                    queue.popleft()
+                    queue.take_first()
                     continue
                 if frame.size > self.extent_bytes_max:
-                    queue.popleft()
+                    queue.take_first()
                     state.counts["writes_given_up"] += 1
                     state.write_ended(row, stamp)
                     continue
                 if jobs and total + frame.size > bytes_max:
                     break
-                queue.popleft()
+                queue.take_first()
                 if not self._index.begin_write(row, stamp, frame.size):
                     state.counts["writes_given_up"] += 1
                     state.write_ended(row, stamp)
@@ -103,7 +103,7 @@ class WriteQueue:
         """They failed and are tried once more, first."""
         with self._state.outbox:
             for job in reversed(jobs):
-                self._state.unwritten.appendleft((job.row, job.stamp))
+                self._state.unwritten.put_back((job.row, job.stamp))
                 self._index.end_write(job.row, job.stamp)
             self._state.writes_in_flight -= len(jobs)
             self._state.unpin([job.frame for job in jobs])

@@ -268,6 +268,7 @@ class EngineThread:
         for seq in stranded:
             with contextlib.suppress(WorkmemError):
                 self._handoffs.forget(seq)
+            with contextlib.suppress(WorkmemError):
                 self._restorer.forget(seq)
         self._build_ledgers()
         error = EngineError("the cache met a bug of its own and was switched off; send the request again")

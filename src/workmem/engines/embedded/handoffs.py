@@ -11,7 +11,7 @@ from workmem.core.outcomes import Lookup, MissReason, TierName
 from workmem.engines.embedded.sequence import Sequence
 from workmem.policy.handoff import Ending, HandoffWait
 from workmem.store.contract import Lease, SteeredStore
-from workmem.store.expecting import Expecting
+from workmem.store.expecting import Expecting, news
 
 LOOKS_MAX = 16
 """Lookups of a step, each perhaps a round trip to the store."""
@@ -59,9 +59,11 @@ class Handoffs:
         if not wait.is_due(now) or (self._looks >= LOOKS_MAX and not is_late):
             return True
         self._looks += 1
-        first = len(in_vram(seq))
+        # What was there stays, mostly: what is loaded in the end is looked up as for all requests.
+        first = max(len(in_vram(seq)), wait.most)
         keys = seq.keys[first : wait.blocks]
-        found = self._store.lookup(seq.root, keys)
+        store = self._store
+        found = news(lambda part: store.lookup(seq.root, part), keys)
         if found.reason in _NEVER and not is_late:
             self._end(seq, Ending.UNAVAILABLE, now)
             return False

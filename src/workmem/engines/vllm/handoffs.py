@@ -58,7 +58,8 @@ class Handoffs:
         if handoff is None:
             return
         now = self._clock()
-        blocks = min(handoff.tokens, tracked.request.num_prompt_tokens) // self._size
+        # The last token is computed in any case: a block that ends with it is of no use.
+        blocks = min(handoff.tokens, tracked.request.num_prompt_tokens - 1) // self._size
         tracked.wait = HandoffWait(handoff, blocks=blocks, longest_s=self._longest_s, now=now)
         if not may_come:
             self._end(tracked, Ending.UNAVAILABLE)
@@ -67,8 +68,11 @@ class Handoffs:
         """Another step: requests are asked for again."""
         self._looks = 0
 
-    def waits(self, tracked: Tracked, local: int, seen: Callable[[Lookup], None]) -> bool:
-        """Whether a request, of which the engine has `local` blocks itself, is held back. `seen` hears what is there."""
+    def waits(self, tracked: Tracked, local: int, seen: Callable[[int, Lookup], None]) -> bool:
+        """Whether a request, of which the engine has `local` blocks itself, is held back.
+
+        `seen` hears what is there from a block on.
+        """
         wait = tracked.wait
         if wait is None or wait.is_over:
             return False
@@ -78,19 +82,21 @@ class Handoffs:
             self._held.add(tracked.request.request_id)
             return True
         self._looks += 1
-        keys = tracked.keys(local, wait.blocks)
+        # What was there stays, mostly: what is loaded in the end is looked up as for all requests.
+        first = max(local, wait.most)
+        keys = tracked.keys(first, wait.blocks)
         found = self._look(tracked, keys)
         if found is None or (found.reason in _NEVER and not is_late):
             self._end(tracked, Ending.UNAVAILABLE)
             return False
-        there = local + found.blocks
+        there = first + found.blocks
         # What is less than may be loaded at all would be computed: it is not waited for.
         if wait.blocks - local < self._load_min_blocks:
             there = max(there, wait.blocks)
         if wait.observe(there, now):
             self._held.add(tracked.request.request_id)
             self._expect(tracked, keys[found.blocks : found.blocks + 1], now)
-            seen(found)
+            seen(first, found)
             return True
         self._count(tracked)
         return False

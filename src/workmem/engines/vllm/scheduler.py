@@ -31,7 +31,7 @@ from workmem.engines.vllm.steps import (
     StepReport,
 )
 from workmem.store.contract import SteeredStore
-from workmem.store.expecting import Expecting
+from workmem.store.expecting import Expecting, news
 
 ANSWER = "workmem"
 """Under this name a response's `kv_transfer_params` say where its tokens came from."""
@@ -145,7 +145,7 @@ class SchedulerSide:
         tracked = self._requests.get(request.request_id)
         local = computed // self._size
         if tracked is not None and self._handoffs.waits(
-            tracked, local, lambda found: self._prefetch(tracked, local, found)
+            tracked, local, lambda first, found: self._prefetch(tracked, first, found)
         ):
             return None, False
         self.levers.asks(request, computed // self._size, tracked, self._requests)
@@ -343,7 +343,7 @@ class SchedulerSide:
         """See `Handoffs`."""
         if tracked.limit >= 0 or min(self._denied.allowed(keys), self._away.allowed(keys)) < len(keys):
             return None
-        return self._lookup(tracked, keys) if keys else Lookup()
+        return news(lambda part: self._lookup(tracked, part), keys)
 
     def _expect(self, tracked: Tracked, keys: Sequence[BlockKey], now: float) -> None:
         """See `Handoffs`. What one worker's part is put with, the others' are."""

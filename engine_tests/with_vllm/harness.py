@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from workmem.core.events import Event
+from workmem.store.arena import ALIGNMENT_BYTES
+from workmem.store.catalog import NO_SEGMENT
 from workmem.store.config import DramConfig, SsdConfig, StoreConfig
 from workmem.store.host.server import HostServer
 from workmem.store.host.session import HostLimits
 from workmem.store.store import Store
+from workmem.store.tiers.segments import segment_path
+from workmem.testing.faulty_device import FaultPlan, FaultyDevice
+from workmem.testing.tiny_models import build_model
 
 WAIT_S = 60.0
 
@@ -19,9 +26,11 @@ WAIT_S = 60.0
 class Host:
     """A store and its server, which can be stopped and started."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, faults: FaultPlan | None = None) -> None:
+        """`faults`: what its disk does wrong."""
         self.folder = folder
         self.socket = folder / "s.sock"
+        self._device = None if faults is None else FaultyDevice(faults)
         self.events: list[Event] = []
         self.dram = "256MiB"
         self.store: Store | None = None
@@ -29,7 +38,8 @@ class Host:
 
     def start(self) -> None:
         tier = SsdConfig(path=str(self.folder / "ssd"), bytes="1GiB", scrub_bytes_per_s=0, keep_free=0)
-        self.store = Store(StoreConfig(dram=DramConfig(bytes=self.dram), ssd=tier), self.events.append)
+        config = StoreConfig(dram=DramConfig(bytes=self.dram), ssd=tier)
+        self.store = Store(config, self.events.append, device=self._device)
         self._server = HostServer(self.store, self.socket, HostLimits(), self.events.append)
 
     def stop(self) -> None:
@@ -55,12 +65,50 @@ class Host:
         """Turn a bit of the page that dram holds under `key`."""
         assert self.store is not None
         catalog = self.store.pool.state.catalog
+        row = self._row(key)
+        frame = None if row is None else catalog.frame[row]
+        assert frame is not None, "dram does not hold that block"
+        with self.store.arena.writable(frame.offset, frame.size) as memory:
+            memory[catalog.space[row].header_bytes + 1000] ^= 1
+
+    def on_disk(self, key: bytes) -> tuple[Path, int]:
+        """The file that has the page under `key`, and where it begins in it."""
+        assert self.store is not None
+        catalog = self.store.pool.state.catalog
+        row = self._row(key)
+        assert row is not None
+        number = catalog.segment[row]
+        assert number != NO_SEGMENT, "the ssd does not hold that block"
+        (path,) = (self.folder / "ssd").rglob(segment_path(self.folder, number).name)
+        return path, catalog.offset[row] * ALIGNMENT_BYTES
+
+    def damage_disk(self, key: bytes) -> None:
+        """Turn a bit of the page that the ssd holds under `key`."""
+        path, offset = self.on_disk(key)
+        with path.open("r+b", buffering=0) as file:
+            # Behind its header and the padding, in its first slice.
+            file.seek(offset + 2 * ALIGNMENT_BYTES)
+            old = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([old[0] ^ 1]))
+            os.fsync(file.fileno())
+
+    def holds(self, keys: list[bytes]) -> bool:
+        """Whether a tier has each of these blocks, whoever's they are."""
+        return all(self._row(key) is not None for key in keys)
+
+    def census(self, name: str) -> float:
+        """What the server counts of its clients, under `store_host_` and this name."""
+        assert self._server is not None
+        return self._server._census()[f"store_host_{name}"]
+
+    def _row(self, key: bytes) -> int | None:
+        assert self.store is not None
+        catalog = self.store.pool.state.catalog
         for row, frame in enumerate(catalog.frame):
-            if frame is not None and catalog.key[row] == key:
-                with self.store.arena.writable(frame.offset, frame.size) as memory:
-                    memory[catalog.space[row].header_bytes + 1000] ^= 1
-                return
-        raise AssertionError("dram does not hold that block")
+            if catalog.key[row] == key and (frame is not None or catalog.segment[row] != NO_SEGMENT):
+                return row
+        return None
 
 
 class Engine:
@@ -134,6 +182,14 @@ class Engine:
         self.host.settle()
 
 
+def until(holds: Callable[[], bool], what: str, seconds: float = WAIT_S) -> None:
+    """Return once `holds`; fail with `what` where that takes too long."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, what
+        time.sleep(0.05)
+
+
 def wait_until_attached(engine: Engine) -> None:
     """Clients come back to a store that was started anew by themselves; each side has one."""
     until = time.monotonic() + WAIT_S
@@ -155,6 +211,18 @@ def series(engine: Engine, name: str) -> dict[str, float]:
         for metric in engine.llm.get_metrics()
         if metric.name == f"vllm:workmem_{name}"
     }
+
+
+def tiny_model(folder: Path, seed: int = 0) -> Path:
+    """Weights drawn by chance, for the prompts that are made here. Its heads divide by two, and are of a size that vLLM takes."""
+    return build_model(
+        folder,
+        seed=seed,
+        hidden_size=128,
+        intermediate_size=128,
+        max_position_embeddings=2048,
+        vocab_size=40960,
+    )
 
 
 def prompt(length: int, seed: int) -> list[int]:

@@ -26,7 +26,8 @@ def test_rule_is_written_and_cited(number):
 def test_every_test_named_by_a_page_exists():
     defined = set()
     suites = (ROOT / "src" / "workmem" / "testing").rglob("*_suite.py")
-    for path in [*(ROOT / "tests").rglob("test_*.py"), *suites]:
+    engines = (ROOT / "engine_tests").rglob("test_*.py")
+    for path in [*(ROOT / "tests").rglob("test_*.py"), *engines, *suites]:
         found = re.findall(r"^ *(?:async )?def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
         defined |= set(found)
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]

@@ -20,6 +20,8 @@ from workmem.engines.vllm.config import VllmConfig
 from workmem.engines.vllm.kv_blocks import KVBlocks
 from workmem.engines.vllm.outcomes import LoadOutcomes
 from workmem.engines.vllm.scheduler import SchedulerSide
+from workmem.engines.vllm.steps import OTHER_WEIGHTS, StepReport
+from workmem.engines.vllm.weights import WeightsWatch
 from workmem.engines.vllm.worker import WorkerSide
 from workmem.store.contract import KVStore
 
@@ -65,9 +67,10 @@ class Request:
         return block_keys(seed, self.all_token_ids, SIZE)
 
 
-def content(key: bytes, layer: int) -> np.ndarray:
-    """What a layer of the block that `key` names must hold."""
-    return np.frombuffer(hashlib.shake_128(key + bytes([layer])).digest(FACTS.layer_bytes), dtype=np.uint8)
+def content(key: bytes, layer: int, weights: int = 0) -> np.ndarray:
+    """What a layer of the block that `key` names must hold, where it was computed with these weights."""
+    decides = key + bytes([layer, *([weights] if weights else [])])
+    return np.frombuffer(hashlib.shake_128(decides).digest(FACTS.layer_bytes), dtype=np.uint8)
 
 
 class Block:
@@ -139,6 +142,9 @@ class FakeVllm:
         self.asked = 0
         """Times that a request was looked up for."""
         self.side.bind(Pool(self, blocks), longest_tokens=blocks * SIZE // 2, step_tokens=CHUNK)
+        self.weights = 0
+        """Which ones it computes with. Whoever changes them says nothing."""
+        self.watch = WeightsWatch(lambda: self.weights)
 
     def blocks_of_tensors(self) -> Any:
         return KVBlocks(FACTS.layout(0), [[tensor] for tensor in self.tensors])
@@ -182,15 +188,24 @@ class FakeVllm:
         self._admit(scheduled, by_name)
         scheduled = {name: span for name, span in scheduled.items() if by_name[name].state == "running"}
         plan = self.side.plan(scheduled, lambda name: by_name[name].blocks if name in by_name else None)
+        self.watch.begins(plan)
+        stale = self.watch.stale
+        if stale is not None:
+            self.outcomes.spoil(OTHER_WEIGHTS)
+            self.outcomes.fail(plan, OTHER_WEIGHTS)
         self.worker.before_step(plan)
-        self.worker.load(plan)
+        if stale is None:
+            self.worker.load(plan)
         bad = self.outcomes.failed_blocks()
         for name, (has, adds) in scheduled.items():
             self._compute(by_name[name], has, adds, bad)
-        self.worker.save(plan)
+        if stale is None:
+            self.worker.save(plan)
         arrived = self.outcomes.arrived()
         bad |= self.outcomes.failed_blocks()
         report = self.outcomes.report()
+        if stale is not None:
+            report = StepReport(report.loads if report else {}, stale=stale)
         self._settle(scheduled, by_name, bad)
         self._unpark(arrived, bad)
         # As in vLLM: requests end before the connector hears how this step's loads did.
@@ -284,13 +299,14 @@ class FakeVllm:
             if block in bad:
                 break
             for layer, tensor in enumerate(self.tensors):
-                assert np.array_equal(tensor[block], content(keys[index], layer)), (
+                assert np.array_equal(tensor[block], content(keys[index], layer, self.weights)), (
                     f"{name} reads what is not its own in block {index}"
                 )
         for index in range(has // SIZE, -(-(has + adds) // SIZE)):
             block = blocks[index]
             for layer, tensor in enumerate(self.tensors):
-                tensor[block] = content(keys[index], layer) if (index + 1) * SIZE <= has + adds else 255
+                is_full = (index + 1) * SIZE <= has + adds
+                tensor[block] = content(keys[index], layer, self.weights) if is_full else 255
 
     def _settle(
         self, scheduled: dict[str, tuple[int, int]], by_name: dict[str, Request], bad: set[int]

@@ -29,16 +29,19 @@ from workmem.config import cache_dir, host_socket
 from workmem.core.errors import ConfigError
 from workmem.engines.vllm.adapters import AdapterDigests, Adapters
 from workmem.engines.vllm.guard import Guard
+from workmem.engines.vllm.hearing import Hearing
 from workmem.engines.vllm.outcomes import LoadOutcomes
 from workmem.engines.vllm.scheduler import SchedulerSide
-from workmem.engines.vllm.steps import StepPlan, StepReport
+from workmem.engines.vllm.steps import OTHER_WEIGHTS, StepPlan, StepReport
 from workmem.engines.vllm.telling import Changes, guard_totals, scheduler_totals, worker_totals
+from workmem.engines.vllm.weights import WeightsWatch
 from workmem.engines.vllm.worker import WorkerSide
 from workmem.plugins.vllm_events import as_kv_events
 from workmem.plugins.vllm_facts import fingerprint, read_facts
 from workmem.plugins.vllm_metrics import WorkmemMetrics, WorkmemStats
 from workmem.plugins.vllm_store import open_store, read_settings
 from workmem.plugins.vllm_tensors import blocks_of
+from workmem.plugins.vllm_watched import SLEEPERS, WritesCounted, around, worker_above
 from workmem.store.host.client import HostStore
 
 if TYPE_CHECKING:
@@ -84,6 +87,7 @@ class WorkmemConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerSide | None = None
         # Not a part of `_worker`: vLLM hears how loads ended whatever happens there.
         self._outcomes = LoadOutcomes()
+        self._weights = WeightsWatch(lambda: 0)
         self._store: HostStore | None = None
         self._adapters = Adapters(AdapterDigests(cache_dir()))
         self._is_empty = False
@@ -92,6 +96,7 @@ class WorkmemConnector(KVConnectorBase_V1, SupportsHMA):
         self._changes = Changes()
         self._is_scheduler = is_scheduler = role is KVConnectorRole.SCHEDULER
         self._guard = Guard("scheduler" if is_scheduler else "worker", self._gone_off)
+        self._hearing = Hearing(self._outcomes, self._guard, self._end_loads)
         # What is off has still to be told.
         self._telling = Guard("metrics")
         # A cache's failure is a miss, never the request's: vLLM reads this after it has made the connector.
@@ -213,7 +218,7 @@ class WorkmemConnector(KVConnectorBase_V1, SupportsHMA):
         self._guard.call(lambda: self._open_worker(kv_caches), None)
 
     def unregister_kv_caches(self) -> None:
-        """Before sleep, since vLLM 0.33: the tensors' memory goes, and comes back in the same place."""
+        """Before sleep: the tensors' memory goes, and comes back in the same place. A hook since vLLM 0.33."""
         side = self._worker
         if side is not None:
             self._guard.call(side.before_sleep, None)
@@ -222,16 +227,22 @@ class WorkmemConnector(KVConnectorBase_V1, SupportsHMA):
         """See `WorkerSide.before_step`: vLLM calls this in every step, before anything is written."""
         side = self._worker
         if side is not None and isinstance(kv_connector_metadata, WorkmemPlan):
-            self._guard.call(lambda: side.before_step(kv_connector_metadata.plan), None)
+            plan = kv_connector_metadata.plan
+            self._guard.call(lambda: self._look_at_weights(plan), None)
+            self._guard.call(lambda: side.before_step(plan), None)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """See `WorkerSide.load`."""
         del forward_context, kwargs
         side, plan = self._worker, self._plan()
-        if side is not None:
+        self._hearing.begins(plan)
+        if side is not None and self._weights.stale is None:
             self._guard.call(lambda: side.load(plan), None)
-        if side is None or self._guard.off or plan.is_off:
-            self._outcomes.fail(plan, "off")
+        why = "off" if side is None or self._guard.off or plan.is_off else ""
+        if not why and self._weights.stale is not None:
+            why = OTHER_WEIGHTS
+        if why:
+            self._hearing.fail(plan, why)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Whole pages are loaded at once."""
@@ -244,7 +255,7 @@ class WorkmemConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         """See `WorkerSide.save`: the step is over, its blocks are complete."""
         side = self._worker
-        if side is not None:
+        if side is not None and self._weights.stale is None:
             plan = self._plan()
             self._guard.call(lambda: side.save(plan), None)
 
@@ -253,24 +264,25 @@ class WorkmemConnector(KVConnectorBase_V1, SupportsHMA):
         del finished_req_ids
         plan = self._plan()
         wait_s = IDLE_WAIT_S if plan.is_idle else 0.0
-        return None, self._outcomes.arrived(wait_s, anyway=plan.holds_back) or None
+        return None, self._hearing.arrived(wait_s, anyway=plan.holds_back) or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """See `LoadOutcomes.failed_blocks`."""
-        return self._outcomes.failed_blocks()
+        return self._hearing.failed_blocks()
 
     def build_connector_worker_meta(self) -> WorkmemReport | None:
         """See `LoadOutcomes.report`."""
-        report = self._outcomes.report()
-        if self._guard.off:
-            report = StepReport(report.loads if report else {}, self._guard.off)
+        report = self._hearing.report()
+        stale = self._weights.stale
+        if self._guard.off or stale is not None:
+            report = StepReport(report.loads if report else {}, self._guard.off, stale)
         return WorkmemReport(report) if report is not None else None
 
     def shutdown(self) -> None:
         """Stop threads; what is in the store stays."""
         for part in (self._scheduler, self._worker, self._store):
             if part is not None:
-                self._guard.call(part.close, None)
+                self._guard.always(part.close, None)
 
     # -- what both sides count
 
@@ -305,6 +317,14 @@ class WorkmemConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             totals.update(worker_totals(self._worker))
         return self._changes.of(totals)
+
+    def _end_loads(self) -> bool:
+        return self._worker is None or self._guard.always(self._worker.end_loads, otherwise=False)
+
+    def _look_at_weights(self, plan: StepPlan) -> None:
+        self._weights.begins(plan)
+        if self._weights.stale is not None:
+            self._outcomes.spoil(OTHER_WEIGHTS)
 
     def _plan(self) -> StepPlan:
         meta = self._connector_metadata
@@ -395,7 +415,11 @@ class WorkmemConnector(KVConnectorBase_V1, SupportsHMA):
         rank = self._vllm_config.parallel_config.rank % facts.workers
         self._store = open_store(settings, said, starts=False)
         blocks = blocks_of(kv_caches, facts.layout(rank), self._kv_cache_config.num_blocks)
+        worker = worker_above()
+        self._weights = WeightsWatch(WritesCounted(worker))
         self._worker = WorkerSide(self._store, blocks, self._outcomes, rank=rank, load_s=settings.vllm.load_s)
+        for name in SLEEPERS:
+            around(worker, name, self.unregister_kv_caches)
 
 
 def _transfer_config_above() -> Any:

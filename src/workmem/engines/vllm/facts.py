@@ -118,6 +118,11 @@ class Namespaces:
         self._known.move_to_end(scope)
         return known
 
+    @property
+    def epoch(self) -> int:
+        """The present one."""
+        return self._epoch
+
     def start_epoch(self, epoch: int) -> None:
         """What was stored so far is of other weights, or is not wanted: nothing of it is a hit from now on."""
         self._epoch = epoch

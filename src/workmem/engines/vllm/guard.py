@@ -33,12 +33,16 @@ class Guard:
 
     def call(self, hook: Callable[[], T], otherwise: T) -> T:
         """What `hook` returns; `otherwise` where it fails or has failed before."""
-        if self.off:
-            return otherwise
+        return otherwise if self.off else self.always(hook, otherwise)
+
+    def always(self, hook: Callable[[], T], otherwise: T) -> T:
+        """As `call`, but also where something has failed before: of what vLLM waits for, or has to be told."""
         try:
             return hook()
         except Exception as error:  # plugin boundary: vLLM would end the engine
-            self.errors += 1
-            log.exception("workmem met a bug of its own in vLLM's %s", self._side)
-            self.turn_off(f"{type(error).__name__}: {error}")
+            # Once: what is called all the same may fail in every step from now on.
+            if not self.off:
+                self.errors += 1
+                log.exception("workmem met a bug of its own in vLLM's %s", self._side)
+                self.turn_off(f"{type(error).__name__}: {error}")
             return otherwise

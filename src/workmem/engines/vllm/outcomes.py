@@ -17,8 +17,10 @@ class LoadOutcomes:
         self._lock = threading.Condition()
         self._aside: set[str] = set()
         """Requests whose loads go on behind the engine: those say themselves how they end."""
+        self._spoiled: dict[str, str] = {}
+        """Of those: what they bring is not wanted any more, and why."""
         self._ended: dict[str, Loaded] = {}
-        self._arrived: set[str] = set()
+        self._arrived: dict[str, tuple[int, ...]] = {}
         self._failed: set[int] = set()
 
     def goes_aside(self, op: Promise) -> None:
@@ -30,11 +32,22 @@ class LoadOutcomes:
         """`pages` of a load, from the first on, are in place."""
         with self._lock:
             self._aside.discard(op.request)
+            spoiled = self._spoiled.pop(op.request, "")
+            if spoiled:
+                pages, why_short = 0, spoiled
             self._ended[op.request] = Loaded(op.request, pages, why_short)
             self._failed.update(op.blocks[pages:])
             if op.is_async:
-                self._arrived.add(op.request)
+                self._arrived[op.request] = op.blocks
                 self._lock.notify_all()
+
+    def spoil(self, why: str) -> None:
+        """What was loaded aside and is not told yet, and what is still on its way, counts as not there."""
+        with self._lock:
+            self._spoiled.update(dict.fromkeys(self._aside, why))
+            for request, blocks in self._arrived.items():
+                self._ended[request] = Loaded(request, 0, why)
+                self._failed.update(blocks)
 
     def fail(self, plan: StepPlan, why: str) -> None:
         """Nobody loads what `plan` promises, but for what has ended or goes on aside."""
@@ -52,7 +65,7 @@ class LoadOutcomes:
         with self._lock:
             if (self._aside or anyway) and not self._arrived:
                 self._lock.wait(wait_s)
-            found, self._arrived = self._arrived, set()
+            found, self._arrived = set(self._arrived), {}
         return found
 
     def failed_blocks(self) -> set[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ from workmem.engines.vllm.steps import (
     DAMAGED,
     LATE,
     NO_ROOM,
+    OTHER_WEIGHTS,
     Loaded,
     LoadOp,
     Promise,
@@ -33,9 +35,19 @@ from workmem.engines.vllm.steps import (
 from workmem.store.contract import SteeredStore
 from workmem.store.expecting import Expecting, news
 
+log = logging.getLogger("vllm.workmem")
+
 ANSWER = "workmem"
 """Under this name a response's `kv_transfer_params` say where its tokens came from."""
-LOAD_OUTCOMES = ("whole", LATE, NO_ROOM, "off", *(reason.value for reason in MissReason), "other")
+LOAD_OUTCOMES = (
+    "whole",
+    LATE,
+    NO_ROOM,
+    OTHER_WEIGHTS,
+    "off",
+    *(reason.value for reason in MissReason),
+    "other",
+)
 """Whole, or why it fell short."""
 _PREFETCH_TTL_S = 60.0
 
@@ -75,6 +87,7 @@ class SchedulerSide:
         """Blocks of loads inside a step whose end was not heard of yet, by request."""
         self._is_mixed = False
         """The engine may hold blocks of an epoch before this one."""
+        self._resets = 0
         self._prefetching = Prefetching(
             store,
             self._namespaces,
@@ -223,7 +236,13 @@ class SchedulerSide:
         Where steps overlap, `has` counts tokens of steps under way: some are not known yet, and drafts among them may
         be turned down, and computed again.
         """
-        plan = StepPlan(loads=self._loads, is_idle=not scheduled, holds_back=self._handoffs.holds_back)
+        plan = StepPlan(
+            loads=self._loads,
+            is_idle=not scheduled,
+            holds_back=self._handoffs.holds_back,
+            epoch=self._namespaces.epoch,
+            resets=self._resets,
+        )
         self._handoffs.step_begins()
         running: list[tuple[Tracked, int]] = []
         unheard = frozenset[int]().union(*self._unheard.values())
@@ -268,6 +287,11 @@ class SchedulerSide:
                 # What is computed in its place is worth keeping.
                 tracked.saved = min(tracked.saved, tracked.limit)
             tracked.promised = ()
+        stale = report.stale
+        if stale is not None and stale.epoch == self._namespaces.epoch:
+            log.warning("workmem: the model's weights were changed; no context of before is used or kept")
+            self.counts["new_weights"] += 1
+            self.start_epoch(time.time_ns(), is_empty=stale.is_empty)
 
     def finished(self, request: EngineRequest, blocks: Sequence[int] = ()) -> dict[str, Any] | None:
         """A request has ended; `blocks`: its table, where it was not cut off.
@@ -316,6 +340,7 @@ class SchedulerSide:
     def emptied(self) -> None:
         """The engine has dropped all of its own blocks."""
         self._is_mixed = False
+        self._resets += 1
 
     def is_short(self) -> bool:
         """The engine is about to preempt. Whether blocks come free by its next step."""

@@ -12,6 +12,8 @@ LATE = "late"
 """Why a page was not loaded: it did not come in time."""
 NO_ROOM = "no room"
 """Dram is held by others."""
+OTHER_WEIGHTS = "weights"
+"""They were changed after it was stored."""
 DAMAGED = frozenset({MissReason.CORRUPT.value, LATE})
 """A page of which this is true is not to be promised again soon. What else failed, a lookup knows by itself."""
 
@@ -62,6 +64,10 @@ class StepPlan(msgspec.Struct):
     """Somebody waits for a handoff."""
     is_off: bool = False
     """The scheduler's side does nothing any more: what the step writes to is not known."""
+    epoch: int = 0
+    """In which it was planned."""
+    resets: int = 0
+    """How often the engine had dropped all of its own blocks by then."""
 
 
 class Loaded(msgspec.Struct):
@@ -73,12 +79,21 @@ class Loaded(msgspec.Struct):
     """Why the next one is not."""
 
 
+class StaleEpoch(msgspec.Struct, frozen=True):
+    """The model's weights were changed in this epoch: nothing of it is a hit for them."""
+
+    epoch: int
+    is_empty: bool
+    """The engine has dropped its own blocks since it computed with the weights of before."""
+
+
 class StepReport(msgspec.Struct):
     """Of one worker, or of all: a page is in place when every worker has its part."""
 
     loads: dict[str, Loaded] = {}
     off: str = ""
     """Why the worker does nothing any more."""
+    stale: StaleEpoch | None = None
 
     def with_(self, other: StepReport) -> StepReport:
         """Both as one."""
@@ -87,4 +102,4 @@ class StepReport(msgspec.Struct):
             mine = loads.get(request)
             if mine is None or load.pages < mine.pages:
                 loads[request] = load
-        return StepReport(loads, self.off or other.off)
+        return StepReport(loads, self.off or other.off, self.stale or other.stale)

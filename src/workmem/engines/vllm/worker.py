@@ -106,10 +106,15 @@ class WorkerSide:
         if not self._pending.drain(SAVE_WAIT_S):
             raise RuntimeError(f"blocks were still being copied after {SAVE_WAIT_S:g} s")
 
-    def close(self) -> None:
-        """Finish what is queued and stop."""
+    def end_loads(self) -> bool:
+        """Finish what is queued and begin nothing more. False where something may still write to the engine's blocks."""
         self._jobs.put(None)
         self._thread.join(self._load_s)
+        return not self._thread.is_alive()
+
+    def close(self) -> None:
+        """Finish what is queued and stop."""
+        self.end_loads()
 
     # -- loading
 

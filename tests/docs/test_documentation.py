@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 TESTS = {
     name
-    for folder in ("tests", "src/workmem/testing")
+    for folder in ("tests", "engine_tests", "src/workmem/testing")
     for file in (ROOT / folder).rglob("*.py")
     for name in re.findall(r"def (test_\w+)", file.read_text(encoding="utf-8"))
 }

@@ -31,7 +31,7 @@ def scene() -> Scene:
     return Scene()
 
 
-def broken(*_: object) -> None:
+def broken(*_: object, **__: object) -> None:
     raise ZeroDivisionError
 
 

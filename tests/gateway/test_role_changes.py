@@ -172,6 +172,8 @@ def test_the_controller_changes_what_is_elastic_and_nothing_else(seats, wire_to,
 def test_without_elastic_nothing_changes_by_itself():
     with pytest.raises(ConfigError, match="elastic"):
         UpstreamConfig(urls=("http://a",), roles=("both",), elastic=True)
+    with pytest.raises(ConfigError, match=r"upstream\.elastic.*never"):
+        UpstreamConfig(urls=("http://a", "http://b"), roles=("both", "elastic"), elastic=True, split="never")
     assert not UpstreamConfig().elastic
 
 

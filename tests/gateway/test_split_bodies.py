@@ -53,10 +53,20 @@ def test_the_prefill_body_makes_the_same_prompt_and_one_token():
     body = json.dumps(json.loads(BODY) | extra).encode()
     out = json.loads(prefill_body(body))
     kept = {name: json.loads(BODY)[name] for name in ("messages", "tools", "model", "x")}
-    assert out == kept | {"stream": False, "max_completion_tokens": 1}
+    assert out == kept | {"stream": False, "max_completion_tokens": 1, "tool_choice": "none"}
     for name in (b"messages", b"tools"):
         value = BODY[BODY.index(b'"' + name) :].partition(b"[")[2].partition(b"]")[0]
         assert value in prefill_body(BODY)
+
+
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [("auto", "auto"), ("none", "none"), (None, None), ("required", "none"), ({"type": "function"}, "none")],
+)
+def test_a_tool_choice_that_forces_nothing_stays(given, sent):
+    body = json.dumps({"messages": [], "tools": [{}], "tool_choice": given}).encode()
+    assert json.loads(prefill_body(body))["tool_choice"] == sent
+    assert "tool_choice" not in json.loads(prefill_body(BODY))
 
 
 @pytest.mark.parametrize(

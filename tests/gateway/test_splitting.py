@@ -1,6 +1,7 @@
 """Requests whose prompt one server computes and another one answers."""
 
 import json
+import time
 import uuid
 from threading import Thread
 
@@ -128,6 +129,15 @@ def test_a_prefill_server_that_is_slow_is_given_up_and_spared(pair, seats, wire_
         until(lambda: pair[0].dropped == 1)
         fleet.chat()
         assert fleet.last()["split"]["reason"] == "no_prefill_server"
+        # One that stays frozen costs a timeout less and less often.
+        server, pauses = fleet.app.state.servers[0], []
+        for _ in range(2):
+            server.no_prefill_until = 0.0
+            begun = time.monotonic()
+            fleet.chat()
+            pauses.append(server.no_prefill_until - begun)
+        assert pauses[0] > 1.9 * 5.0
+        assert pauses[1] > 1.5 * pauses[0]
 
 
 def test_an_error_of_the_request_is_told_by_the_decode_server(fleet, pair):

@@ -99,6 +99,10 @@ class UpstreamConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ConfigError(
                 "$.upstream.roles: all are prefill, so none would answer: make one decode or both"
             )
+        if self.elastic and self.split == "never":
+            raise ConfigError(
+                "$.upstream.elastic: $.upstream.split is never, so a prefill server would get nothing"
+            )
         if self.elastic and "elastic" not in self.roles:
             raise ConfigError(
                 "$.upstream.elastic: none of $.upstream.roles is elastic, so nothing could change"

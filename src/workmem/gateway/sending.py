@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from collections.abc import AsyncGenerator, Mapping
 from typing import Literal
@@ -18,6 +19,9 @@ log = logging.getLogger("workmem.gateway")
 
 AHEAD_BYTES_MAX = 4 * 1024 * 1024
 """Of an answer in one piece that are read before any goes on: one that breaks off earlier can still be had elsewhere."""
+
+_GONE_S = 30
+_WATCH = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 1000 * _GONE_S}
 
 
 class Outgoing(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,6 +91,16 @@ class Hop:
             self.answer.close()
 
 
+def watched_socket(info: aiohttp.AddrInfoType) -> socket.socket:
+    """A socket on which a host that is gone without a word is noticed within `_GONE_S`, and not as a long silence."""
+    made = socket.socket(info[0], info[1], info[2])
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _WATCH.items():
+        if hasattr(socket, name):
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return made
+
+
 class Sender:
     """Sends by one client session. `open` before use, `close` after."""
 
@@ -98,7 +112,7 @@ class Sender:
         """Start the client."""
         # A connection per request: a kept one may die just as it is used, and only then can it not
         # be told whether the server has begun. Beside a generation a connect costs nothing.
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        connector = aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=watched_socket)
         timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=self._config.connect_timeout_s, sock_read=self._config.read_timeout_s
         )

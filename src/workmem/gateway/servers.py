@@ -38,6 +38,8 @@ class UpstreamServer:
         """Expected seconds of the prompts that it computes for others."""
         self.no_prefill_until = 0.0
         """It failed in a prefill a moment ago."""
+        self.prefill_failures = 0
+        """In a row."""
         self.in_flight = 0
         self.down_until = 0.0
         self.models: dict[str, dict[str, Any]] = {}

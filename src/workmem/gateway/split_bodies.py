@@ -21,7 +21,6 @@ _DROPPED = frozenset(
         "logprobs",
         "top_logprobs",
         "response_format",
-        "tool_choice",
         "parallel_tool_calls",
         "min_tokens",
         "guided_json",
@@ -67,6 +66,9 @@ def prefill_body(body: bytes) -> bytes:
     limits = [name for name in _LIMITS if name in fields] or ["max_tokens"]
     for name in _DROPPED:
         fields.pop(name, None)
+    if fields.get("tool_choice", b'"auto"') not in (b'"auto"', b'"none"', b"null"):
+        # A forced call costs a grammar. Without a word, vLLM would take it for "auto", which it refuses by default.
+        fields["tool_choice"] = b'"none"'
     return _joined(fields | {"stream": b"false"} | dict.fromkeys(limits, b"1"))
 
 

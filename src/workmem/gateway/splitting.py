@@ -27,6 +27,8 @@ from workmem.policy.disaggregation import PrefillSide, Prospect, Terms, Verdict,
 
 log = logging.getLogger("workmem.gateway")
 
+_PAUSES_MAX = 8
+
 
 class Split(msgspec.Struct, kw_only=True):
     """How a generation was served, and why."""
@@ -189,10 +191,13 @@ class Splitter:
             peek.feed(hop.ahead)
             peek.close()
             is_told = hop.is_whole and peek.usage is not None and peek.usage.prompt_tokens > 0
+            prefill.prefill_failures = 0
             return peek if is_told else "prefill_without_usage"
         finally:
             hop.close()
 
     def _spare(self, prefill: UpstreamServer, seconds: float) -> None:
-        pause = max(seconds, self._config.retry_after_s)
+        """Leave it alone for a while, and each time it fails again for twice as long, `_PAUSES_MAX` times at most."""
+        pause = max(seconds, self._config.retry_after_s) * min(_PAUSES_MAX, 2**prefill.prefill_failures)
+        prefill.prefill_failures = min(prefill.prefill_failures + 1, _PAUSES_MAX)
         prefill.no_prefill_until = max(prefill.no_prefill_until, time.monotonic() + pause)

@@ -27,7 +27,9 @@ class Fleet:
     def readings(self):
         page = self.front.get("/metrics")[2].decode()
         lines = [line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#")]
-        return {name.removeprefix("workmem_upstream_"): float(value) for name, value in lines}
+        return {
+            name.removeprefix("workmem_").removeprefix("upstream_"): float(value) for name, value in lines
+        }
 
     def last(self):
         return self.front.get("/debug/requests?n=1")[2]["data"][0]

@@ -42,6 +42,7 @@ def test_a_generation_whose_server_dies_is_answered_by_another(seats, wire_to, f
             assert fleet.last()["resumed_on"] == [fleet.last()["server"]]
         else:
             assert fleet.readings()["repeated_total"] == 1
+        assert fleet.readings()['events_total{type="requestmoved"}'] == 1
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
@@ -145,6 +146,7 @@ def test_a_request_that_kills_everybody_does_not_reach_everybody(seats, wire_to)
         status, body = fleet.chat()
         assert (status, body["error"]["code"]) == (502, "upstream_error")
         assert sum(len(one.asked) for one in standins) == 2
+        assert fleet.readings()['bound_reached_total{name="upstream.tries"}'] == 1
 
 
 def test_a_silent_server_is_504_and_nobody_else_is_asked(seats, wire_to):

@@ -71,6 +71,7 @@ def test_what_runs_ends_before_the_role_changes_and_nothing_new_comes(fleet, tri
     assert roles(fleet)[1] == ("decode", None)
     change(fleet, 1, "prefill", drain_s=0.2)
     until(lambda: roles(fleet)[1] == ("prefill", None))
+    assert fleet.readings()['bound_reached_total{name="upstream.drain"}'] == 1
     # The drain is over; what still runs was not cut off.
     assert decode.running == running
     assert decode.dropped == 0

@@ -59,6 +59,7 @@ def test_the_prompt_goes_to_one_and_the_request_with_word_of_it_to_the_other(fle
     readings = fleet.readings()
     assert readings['generations_total{reason="always",way="split"}'] == 1
     assert readings["handed_tokens_total"] == 1234
+    assert readings['events_total{type="requestsplit"}'] == 1
     assert readings['hop_seconds_count{hop="prefill"}'] == readings['hop_seconds_count{hop="answer"}'] == 1
 
 

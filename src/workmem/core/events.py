@@ -106,6 +106,31 @@ class RequestFinished(Event, frozen=True, kw_only=True):
     total_s: float
 
 
+class RequestSplit(Event, frozen=True, kw_only=True):
+    """It was decided whether one server computes a request's prompt and another one answers it."""
+
+    request_id: str
+    is_split: bool
+    reason: str
+    fallback: str
+    """What failed, where it was to be split and was not; else empty."""
+
+
+class RequestMoved(Event, frozen=True, kw_only=True):
+    """The server of a generation died, and another one was asked, or none could be."""
+
+    request_id: str
+    outcome: str
+
+
+class RoleChanged(Event, frozen=True, kw_only=True):
+    """A server behind the gateway begins to change what it does."""
+
+    server: str
+    role: str
+    by: str
+
+
 EventSink = Callable[[Event], None]
 
 

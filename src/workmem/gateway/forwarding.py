@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from workmem.core.errors import ClientError, ConfigError
+from workmem.core.events import RequestMoved
 from workmem.core.generation import Caller
 from workmem.gateway.config import ServerConfig, UpstreamConfig
 from workmem.gateway.exchange import Answer, Exchange, header_map
@@ -47,7 +48,7 @@ class Upstream:
         self.servers = servers
         self.sessions = SessionInferrer()
         self.request_log = RequestLog(front.explain_prompts_max)
-        counted = UpstreamMetrics(metrics.registry)
+        counted = UpstreamMetrics(metrics)
         self.roles = Roles(servers, counted)
         self._config = config
         self._request_timeout_s = front.request_timeout_s
@@ -108,10 +109,13 @@ class Upstream:
         split: Split | None = None
         if request.is_generation:
             request, split = await self._splitter.prepare(request, raw, best, model=model, session=session)
-        tries = Tries(self._sender, order, request, exchange.held.callback, self._config.tries_max)
+        tries = Tries(
+            self._sender, order, request, exchange.held.callback, self._config.tries_max, self._counted.events
+        )
         hop = await tries.next()
-        if tries.broke_off:
-            self._counted.repeated.inc(tries.broke_off - (hop is None))
+        if repeats := tries.broke_off - (hop is None and tries.broke_off > 0):
+            self._counted.repeated.inc(repeats)
+            self._counted.events(RequestMoved(request_id=exchange.request_id, outcome="repeated"))
         if hop is None:
             raise tries.refusal()
         steady = self._steady(hop, tries, raw)
@@ -133,7 +137,8 @@ class Upstream:
             return None
 
         sent = Sent(is_exact=is_repeatable(raw), is_single=raw.get("n") in (None, 1))
-        return SteadyStream(hop, again, sent, self._counted)
+        request_id = tries.request.headers["x-request-id"]
+        return SteadyStream(hop, again, sent, self._counted, request_id)
 
     def _end(self, passing: _Passing, seen: UsagePeek, *, is_whole: bool, first: float | None) -> None:
         """An answer has passed, whole or in part: remember it, and learn from it."""

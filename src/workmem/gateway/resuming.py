@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 
 import aiohttp
 
+from workmem.core.events import RequestMoved
 from workmem.gateway.sending import AHEAD_BYTES_MAX, Hop
 from workmem.gateway.sent import Diverged, Replay, Sent, data_of, decoded
 from workmem.gateway.sse import DONE, event
@@ -25,13 +26,14 @@ Again = Callable[[], Awaitable[Hop | None]]
 class SteadyStream:
     """The events of `hop`, and after its death those of the hops that `again` gives."""
 
-    def __init__(self, hop: Hop, again: Again, sent: Sent, metrics: UpstreamMetrics) -> None:
+    def __init__(self, hop: Hop, again: Again, sent: Sent, metrics: UpstreamMetrics, request_id: str) -> None:
         self.resumed_on: list[str] = []
         """The servers that went on."""
         self._hop = hop
         self._again = again
         self._sent = sent
         self._metrics = metrics
+        self._request_id = request_id
         self._failure: aiohttp.ClientError | TimeoutError | None = None
 
     async def chunks(self) -> AsyncGenerator[bytes]:
@@ -53,12 +55,12 @@ class SteadyStream:
                 events = self._rest(hop)
             except Diverged as error:
                 log.warning("a stream cannot go on at %s: %s", self._hop.server.url, error)
-                self._metrics.resumed.labels("other_text").inc()
+                self._count("other_text")
                 assert self._failure is not None
                 raise self._failure from error
             else:
                 if self._failure is not None:
-                    self._metrics.resumed.labels("resumed").inc()
+                    self._count("resumed")
                     self.resumed_on.append(self._hop.server.url)
                 return
 
@@ -66,12 +68,16 @@ class SteadyStream:
         """Who goes on; None where nobody may or can."""
         self._hop.close()
         if self._sent.is_lost:
-            self._metrics.resumed.labels("not_repeatable").inc()
+            self._count("not_repeatable")
             return None
         hop = await self._again()
         if hop is None:
-            self._metrics.resumed.labels("nobody_left").inc()
+            self._count("nobody_left")
         return hop
+
+    def _count(self, outcome: str) -> None:
+        self._metrics.resumed.labels(outcome).inc()
+        self._metrics.events(RequestMoved(request_id=self._request_id, outcome=outcome))
 
     async def _rest(self, hop: Hop) -> AsyncGenerator[bytes]:
         """What of `hop`'s answer was not sent yet. Raises Diverged, or what it broke off with."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import get_args
 
 from workmem.core.errors import ClientError
+from workmem.core.events import BoundReached, RoleChanged
 from workmem.gateway.failures import Refusal
 from workmem.gateway.servers import UpstreamServer
 from workmem.gateway.upstream_metrics import UpstreamMetrics
@@ -44,6 +45,7 @@ class Roles:
         if server.role == wanted:
             return server
         self._metrics.role_changes.labels(wanted, by).inc()
+        self._metrics.events(RoleChanged(server=server.url, role=wanted, by=by))
         if "prefill" not in (server.role, wanted):
             # Both answer whole requests, so nothing that runs has to end.
             server.role = wanted
@@ -67,6 +69,9 @@ class Roles:
         while server.in_flight and time.monotonic() < end:  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_S)
         if server.in_flight:
+            self._metrics.events(
+                BoundReached(name="upstream.drain", limit=round(drain_s), detail=f"{server.in_flight} run on")
+            )
             log.warning(
                 "upstream %s: %d requests outlast the drain of %g s", server.url, server.in_flight, drain_s
             )

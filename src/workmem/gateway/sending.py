@@ -6,7 +6,7 @@ import logging
 import socket
 import time
 from collections.abc import AsyncGenerator, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import aiohttp
 import msgspec
@@ -91,7 +91,7 @@ class Hop:
             self.answer.close()
 
 
-def watched_socket(info: aiohttp.AddrInfoType) -> socket.socket:
+def watched_socket(info: tuple[int, int, int, str, tuple[Any, ...]]) -> socket.socket:
     """A socket on which a host that is gone without a word is noticed within `_GONE_S`, and not as a long silence."""
     made = socket.socket(info[0], info[1], info[2])
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

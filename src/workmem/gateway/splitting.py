@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from workmem.core.events import RequestSplit
 from workmem.core.outcomes import COMPUTED
 from workmem.gateway.config import UpstreamConfig
 from workmem.gateway.expected import Expectations
@@ -87,6 +88,14 @@ class Splitter:
         self._metrics.requests.labels("split" if split.is_split else "whole", split.reason).inc()
         if split.fallback:
             self._metrics.one_sided.labels(split.fallback).inc()
+        self._metrics.events(
+            RequestSplit(
+                request_id=request.headers["x-request-id"],
+                is_split=split.is_split,
+                reason=split.reason,
+                fallback=split.fallback,
+            )
+        )
         return request, split
 
     def _choose(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from workmem.core.events import BoundReached, EventSink
 from workmem.gateway.failures import Refusal
 from workmem.gateway.sending import Failed, Hop, Outgoing, Sender
 from workmem.gateway.servers import UpstreamServer
@@ -25,6 +26,7 @@ class Tries:
         request: Outgoing,
         hold: Hold,
         tries_max: int,
+        events: EventSink,
     ) -> None:
         self.request = request
         self.hops: list[Hop] = []
@@ -35,6 +37,8 @@ class Tries:
         self._choose = choose
         self._hold = hold
         self._left = tries_max if request.is_generation else 1
+        self._tries_max = tries_max
+        self._events = events
         self._asked: set[UpstreamServer] = set()
         self._failures: list[Failed] = []
 
@@ -55,6 +59,10 @@ class Tries:
             if found.kind == "broke_off":
                 self._left -= 1
                 self.broke_off += 1
+                if self._left == 0 and self.request.is_generation:
+                    self._events(
+                        BoundReached(name="upstream.tries", limit=self._tries_max, detail=found.text)
+                    )
             elif found.kind == "silent":
                 # It may still be at it, and elsewhere it would take as long.
                 self._left = 0

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import Counter, Histogram
 
-from workmem.gateway.metrics import SECONDS
+from workmem.gateway.metrics import SECONDS, Metrics
 
 
 class UpstreamMetrics:
-    """Counters and times, in the registry of the gateway's metrics. Every label has a few values."""
+    """Counters and times beside the gateway's own, and its events. Every label has a few values."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, metrics: Metrics) -> None:
+        self.events = metrics.events
+        registry = metrics.registry
+
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"workmem_upstream_{name}", text, labels, registry=registry)
 

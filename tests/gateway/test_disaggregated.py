@@ -81,7 +81,7 @@ def last(real):
         return json.load(answer)["data"][0]
 
 
-def test_the_decode_server_computes_the_tail_alone_and_answers_as_one_would(real):
+def the_decode_server_computes_the_tail_alone_and_answers_as_one_would(real):
     body = real.body("early", max_tokens=24)
     answer = json.loads(real.ask(real.front, body))
     split = last(real)["split"]
@@ -93,7 +93,7 @@ def test_the_decode_server_computes_the_tail_alone_and_answers_as_one_would(real
     assert answer["choices"][0]["message"]["content"] == real.alone(body, 2)
 
 
-def test_a_prefill_server_that_is_killed_in_the_middle_costs_no_answer(real):
+def a_prefill_server_that_is_killed_in_the_middle_costs_no_answer(real):
     body = real.body("middle", max_tokens=24)
     expected = real.alone(body, 1)
     # Frozen first, so that it is certain to be in the middle of it.
@@ -109,7 +109,7 @@ def test_a_prefill_server_that_is_killed_in_the_middle_costs_no_answer(real):
     assert last(real)["split"]["fallback"] == "prefill_broke_off"
 
 
-def test_a_decode_server_that_is_killed_in_a_stream_costs_no_token(real):
+def a_decode_server_that_is_killed_in_a_stream_costs_no_token(real):
     body = real.body("late", max_tokens=120, stream=True, stream_options={"include_usage": True})
     expected = {number: real.alone(body, number) for number in (1, 2)}
     assert expected[1] == expected[2]
@@ -124,3 +124,10 @@ def test_a_decode_server_that_is_killed_in_a_stream_costs_no_token(real):
     record = last(real)
     assert record["resumed_on"] == [real.fleet.urls[3 - number]]
     assert record["usage"]["completion_tokens"] == 120
+
+
+def test_a_prompt_is_handed_over_and_no_death_costs_an_answer(real):
+    # In this order, for the servers are started once: each death leaves one less.
+    the_decode_server_computes_the_tail_alone_and_answers_as_one_would(real)
+    a_prefill_server_that_is_killed_in_the_middle_costs_no_answer(real)
+    a_decode_server_that_is_killed_in_a_stream_costs_no_token(real)

@@ -123,3 +123,17 @@ def test_nothing_is_left_behind(engine):
     engine.host.store.audit()
     assert not engine.connector._store._keeper.link.leases.live()
     assert not engine.worker._store._keeper.link.leases.live()
+
+
+def test_the_tail_behind_a_hit_is_saved_and_told_though_one_step_computes_it(engine):
+    """An answer of one token is over before vLLM tells us how the loads of its step ended."""
+    begun = prompt(129, 71)
+    engine.ask(begun)
+    engine.reset()
+    longer = [*begun[:128], *prompt(65, 72)]
+    (answer,) = engine.ask(longer, n=1)
+    assert sources(answer) == {"dram": 128, "computed": 65}
+    # A server makes a step more to tell its workers who has ended; an `LLM` stops, and makes it with its next request.
+    engine.ask(prompt(17, 73), n=1)
+    engine.reset()
+    assert sources(engine.ask(longer)[0]) == {"dram": 192, "computed": 1}

@@ -104,6 +104,24 @@ def test_what_one_store_puts_another_has(shared):
         other.audit()
 
 
+def test_what_one_store_drops_is_no_hit_of_another_though_nobody_asked_for_it(shared):
+    options = options_of(shared)
+    chain, kept = Chain(namespace(layout=SLICED), 8), Chain(namespace(layout=SLICED), 4, seed=1)
+    with opened(options) as mine, opened(options) as other:
+        other.register(chain.space)
+        for one in (chain, kept):
+            one.save(mine)
+            wait_until(lambda c=one: other.lookup(c.root, c.keys).blocks == len(c.keys), 20)
+        assert read_all(other, chain.root, chain.keys[:2]) == 2
+        below = mine._below.tier
+        below._drop([PageName(chain.root, bytes(key)) for key in chain.keys])
+        # What its own dram has is a hit as before.
+        wait_until(lambda: other.lookup(chain.root, chain.keys).blocks == 2, 20)
+        assert set(chain.tiers(other)[:2]) == {TierName.DRAM}
+        assert read_all(other, kept.root, kept.keys) == 4
+        other.audit()
+
+
 def test_a_store_is_heard_in_a_pool_whose_seats_were_all_taken_by_others_that_ended(shared):
     options = options_of(shared)
     chain = Chain(namespace(layout=SLICED), 4)
@@ -269,9 +287,14 @@ def test_an_object_that_ends_early_is_broken_and_its_owner_is_not_left_alone_for
         (value,) = link.read([place.inside.name])
         link.remove([place.inside.name])
         assert link.write(place.inside.name, value[:-4096])
+        lost: list[PageName] = []
+        bench.tier.watch_losses(lost.extend)
         assert bench.put(chain, [7]) == [Outcome.DONE]
-        assert bench.get(chain, [*range(6), 7]) == [Outcome.ABSENT] * 6 + [Outcome.DONE]
+        pages = len(place.inside.pages)
+        assert bench.get(chain, [pages - 1, 7]) == [Outcome.ABSENT, Outcome.DONE]
         assert bench.tier.counts["get_broken"] == 1
+        # What lay beside it is gone with it.
+        assert lost == [page.name for page in place.inside.pages[:-1]]
 
 
 def test_what_is_read_slower_than_the_master_lends_is_a_miss():

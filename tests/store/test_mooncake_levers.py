@@ -250,7 +250,7 @@ def test_leases_of_what_is_wanted_are_renewed_once_a_group_and_within_a_share_of
     monkeypatch.setattr(caring, "RENEW_S", 0.0)
     shelf, names = shelf_of(*((f"o{n}", "far", "g" if n < 3 else "") for n in range(8)))
     link = Asked()
-    care = Caring(link, shelf, Counter(), 20 * MIB, 0)
+    care = Caring(link, shelf, Counter(), 20 * MIB, 0, print)
     care.step()
     assert link.renewed == []
     care.note([names["o0"], names["o1"], names["o3"]], PageFacts(wanted_s=60))
@@ -275,11 +275,22 @@ def test_leases_of_what_is_wanted_are_renewed_once_a_group_and_within_a_share_of
     assert not link.copied
 
 
+def test_what_is_found_gone_when_its_lease_is_to_be_renewed_is_told(monkeypatch):
+    shelf, names = shelf_of(("o0", "far", ""), ("o1", "far", ""))
+    link, lost = Asked(), []
+    monkeypatch.setattr(link, "is_there", lambda asked: [name == "o1" for name in asked])
+    care = Caring(link, shelf, Counter(), 20 * MIB, 0, lost.extend)
+    care.note(list(names.values()), PageFacts(wanted_s=60))
+    care.step()
+    assert lost == [names["o0"]]
+    assert [place is not None for place in shelf.find(list(names.values()))] == [False, True]
+
+
 def test_copies_are_made_of_what_lies_elsewhere_once_and_within_a_share_of_the_segment(monkeypatch):
     monkeypatch.setattr(caring, "RENEW_S", 0.0)
     shelf, names = shelf_of(("o0", "here", ""), *((f"o{n}", "far", "") for n in range(1, 5)))
     link, counts = Asked(), Counter()
-    care = Caring(link, shelf, counts, 1024 * MIB, 8 * MIB)
+    care = Caring(link, shelf, counts, 1024 * MIB, 8 * MIB, print)
     for _ in range(3):
         care.note(list(names.values()), PageFacts(wanted_s=60))
         care.step()

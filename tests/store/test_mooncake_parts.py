@@ -13,7 +13,7 @@ import pytest
 from workmem.core.errors import ConfigError
 from workmem.core.layout import Namespace
 from workmem.store.tiers.contract import ArenaMemory, HeldPage, Outcome, PageName
-from workmem.store.tiers.mooncake import link, session
+from workmem.store.tiers.mooncake import link, links, session
 from workmem.store.tiers.mooncake.answers import Answers
 from workmem.store.tiers.mooncake.closing_up import ClosingUp
 from workmem.store.tiers.mooncake.lanes import Job, Lanes
@@ -449,6 +449,107 @@ def test_where_all_seats_are_taken_a_store_is_heard_and_so_is_who_sat_there():
     Log(words, "p").tell(told(chain, [2]))
     assert [entry for _ in range(8) for entry in follower.look(())] == [told(chain, [2])]
     assert len([name for name in words.values if "/seat/" in name]) == SEATS
+
+
+def seats_of(words: Words) -> list[str]:
+    return [name for name in words.values if "/seat/" in name]
+
+
+def test_a_store_takes_the_seat_of_one_that_has_closed_and_tells_what_that_one_told():
+    """However often stores start there are as many seats and logs as stores, and who joins late hears of all."""
+    words, chain = Words(), Chain(namespace(), 72)
+    for index in range(70):
+        shelf, follower = Shelf(), Follower(words, "p")
+        for entry in follower.look(()):
+            for one in objects_in(entry):
+                shelf.add(one)
+        assert len(shelf) == index
+        log = Log(words, "p", follower.finished, shelf.objects)
+        log.tell(told(chain, [index]))
+        log.close()
+        assert len(seats_of(words)) == 1
+        assert len({name.split("/")[4] for name in words.values if "/log/" in name}) == 1
+
+
+def test_the_seat_of_a_store_that_did_not_say_that_it_closed_is_left_alone():
+    words, chain = Words(), Chain(namespace(), 2)
+    Log(words, "p").tell(told(chain, [0]))
+    follower = Follower(words, "p")
+    follower.look(())
+    Log(words, "p", follower.finished, tuple).tell(told(chain, [1]))
+    assert len(seats_of(words)) == 2
+    assert len(Follower(words, "p").look(())) == 2
+
+
+def test_one_of_two_stores_that_want_the_same_seat_takes_another():
+    words, chain = Words(), Chain(namespace(), 3)
+    first = Log(words, "p")
+    first.tell(told(chain, [0]))
+    first.close()
+    follower = Follower(words, "p")
+    heard = [one for entry in follower.look(()) for one in objects_in(entry)]
+    stale = follower.finished()
+    for index in (1, 2):
+        Log(words, "p", lambda: stale, lambda: heard).tell(told(chain, [index]))
+    assert len(seats_of(words)) == 2
+    names = {
+        page.name
+        for entry in Follower(words, "p").look(())
+        for one in objects_in(entry)
+        for page in one.pages
+    }
+    assert names == {PageName(chain.root, bytes(key)) for key in chain.keys}
+
+
+def test_a_seat_that_was_taken_over_is_heard_at_the_next_look():
+    words, chain = Words(), Chain(namespace(), 2)
+    first, mine, other = Log(words, "p"), Follower(words, "p"), Follower(words, "p")
+    first.tell(told(chain, [0]))
+    first.close()
+    for follower in (mine, other):
+        follower.look(())
+        follower.look(())
+    Log(words, "p", mine.finished, tuple).tell(told(chain, [1]))
+    assert other.look(()) == [told(chain, [1])]
+
+
+# Clients
+
+
+def test_who_goes_another_way_does_not_wait_for_a_client_that_joins(monkeypatch):
+    gate, begun = threading.Event(), threading.Event()
+
+    class Slow:
+        def __init__(self, options):
+            if options.master == "slow:1":
+                begun.set()
+                assert gate.wait(20)
+                raise OSError("nobody there")
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(links, "Link", Slow)
+    slow, fast = (parse_options({"master": f"{name}:1", "capacity": "1GiB"}) for name in ("slow", "fast"))
+    told: list[str] = []
+
+    def join() -> None:
+        try:
+            links.borrow(slow)
+        except OSError as error:
+            told.append(str(error))
+
+    thread = threading.Thread(target=join)
+    thread.start()
+    assert begun.wait(20)
+    assert links.borrow(fast) is links.borrow(fast)
+    assert not told
+    gate.set()
+    thread.join(20)
+    assert told == ["nobody there"]
+    for _ in range(2):
+        links.give_back(fast)
+    assert not links._links
 
 
 def test_a_seat_that_cannot_be_read_for_a_moment_is_kept():

@@ -60,6 +60,7 @@ class Space:
         "frame_bytes",
         "ghosts",
         "header_bytes",
+        "is_forgotten",
         "is_purged",
         "layout",
         "namespace",
@@ -92,6 +93,8 @@ class Space:
         self.ghosts: OrderedDict[BlockKey, MissReason] = OrderedDict()
         """Not a dict: that looks for its first entry past all that have been deleted before it."""
         self.is_purged = False
+        self.is_forgotten = False
+        """Nobody purged it: it held nothing, and is registered anew by whoever comes with a page."""
         """Its blocks are gone for good and nothing is taken in any more (R9)."""
 
     def check(self, block: BlockId) -> None:

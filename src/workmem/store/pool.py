@@ -264,7 +264,7 @@ class Pool:
             gone = empty[: -(-len(empty) // 2)]
             for space in gone:
                 # Whoever has it at hand saves nothing in it any more.
-                space.is_purged = True
+                space.is_purged = space.is_forgotten = True
                 del spaces[space.root]
         return len(gone)
 

@@ -270,17 +270,30 @@ class SsdIndex:
 
     def withdraw(self, rows: Sequence[int]) -> None:
         """These pages are out of reach: they leave service, and stay where they are."""
-        catalog, in_dram = self._catalog, list[int]()
         with self._state.outbox:
-            for row in rows:
-                if not self._is_here(row):
-                    continue
-                self._lift(row)
-                if catalog.frame[row] is not None:
-                    in_dram.append(row)
-                self._state.forget_if_gone(row, MissReason.UNAVAILABLE)
-            # What dram still has of them is the only copy in reach.
-            self._state.advise(in_dram, loss=Loss.RECOMPUTE)
+            self._withdraw(rows, MissReason.UNAVAILABLE)
+
+    def lose(self, names: Iterable[tuple[bytes, BlockKey]]) -> None:
+        """As `withdraw`, by root and key: the tier has them no more."""
+        with self._state.outbox:
+            spaces = self._state.spaces
+            found = (spaces[root].rows.get(key) for root, key in names if root in spaces)
+            # What is on its way from there finds out by itself.
+            promotion = self._catalog.promotion
+            rows = [row for row in found if row is not None and row not in promotion]
+            self._withdraw(rows, MissReason.EVICTED)
+
+    def _withdraw(self, rows: Sequence[int], reason: MissReason) -> None:
+        catalog, in_dram = self._catalog, list[int]()
+        for row in rows:
+            if not self._is_here(row):
+                continue
+            self._lift(row)
+            if catalog.frame[row] is not None:
+                in_dram.append(row)
+            self._state.forget_if_gone(row, reason)
+        # What dram still has of them is the only copy in reach.
+        self._state.advise(in_dram, loss=Loss.RECOMPUTE)
 
     def rows(self) -> Sequence[int]:
         """All rows that have a page here."""

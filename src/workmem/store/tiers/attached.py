@@ -27,6 +27,7 @@ from workmem.store.tiers.contract import (
     ArenaMemory,
     HeldPage,
     ListeningTier,
+    LosingTier,
     Outcome,
     PageName,
     PageOut,
@@ -131,6 +132,8 @@ class AttachedTier:
             pass
 
     def _listen(self) -> None:
+        if isinstance(self.tier, LosingTier):
+            self.tier.watch_losses(self._lost)
         if isinstance(self.tier, SharedTier):
             self.tier.watch(self._seen)
 
@@ -138,6 +141,12 @@ class AttachedTier:
         """Others put these: hits from now on, believed when they come."""
         with self._listening:
             self._take_in(pages, {}, lambda: not self._is_deaf)
+
+    def _lost(self, names: Sequence[PageName]) -> None:
+        """The tier has these no more: they are no hits any longer, before somebody asks in vain."""
+        with self._listening:
+            if not self._is_deaf:
+                self.index.lose([(name.root, BlockKey(name.key)) for name in names])
 
     def _adopt_all(self, but: Container[PageName], may_go_on: Callable[[], bool]) -> bool:
         held, self._held = self._held, []
@@ -157,8 +166,14 @@ class AttachedTier:
                     extent = Extent(self.place, 0, page.length, page.header_sum)
                     found = (BlockKey(page.name.key), page.parent, page.depth, extent)
                     by_space.setdefault(space, []).append(found)
-            for space, pages in by_space.items():
-                if not self.index.take_in(space, pages):
+            for known_space, pages in by_space.items():
+                space, is_taken = known_space, self.index.take_in(known_space, pages)
+                if not is_taken and space.is_forgotten:
+                    # It was empty a moment ago. To strike its pages out would take them from all who share the tier.
+                    space = known[space.root] = self._pool.add_space(space.namespace)[0]
+                    self.roots[space.number] = space.root
+                    is_taken = self.index.take_in(space, pages)
+                if not is_taken:
                     # Purged meanwhile: nothing else remembers them.
                     self.index.strikes.return_deletes([DeleteEntry(space.number, page[0]) for page in pages])
         return True

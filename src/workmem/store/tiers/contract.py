@@ -169,6 +169,18 @@ class ListeningTier(SharedTier, Protocol):
 
 
 @runtime_checkable
+class LosingTier(SharedTier, Protocol):
+    """A shared tier that hears of pages that others dropped."""
+
+    def watch_losses(self, lost: Callable[[Sequence[PageName]], None]) -> None:
+        """Call `lost`, from any thread, with pages that are not there any more though this store dropped none of them.
+
+        Called once, before `watch`. One that is not told of is ABSENT when it is asked for, and a hit until then.
+        """
+        ...
+
+
+@runtime_checkable
 class AdvisedTier(Tier, Protocol):
     """A tier that acts on what the store knows of its pages."""
 

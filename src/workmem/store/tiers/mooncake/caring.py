@@ -9,10 +9,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from workmem.store.tiers.contract import PageFacts, PageName
-from workmem.store.tiers.mooncake.objects import PoolObject
+from workmem.store.tiers.mooncake.objects import PoolObject, names_of
 from workmem.store.tiers.mooncake.sealed_link import AnyLink
 from workmem.store.tiers.mooncake.shelf import Shelf
 
@@ -31,11 +31,18 @@ class Caring:
     """`note` may be called from any thread, and takes no longer than its arguments are long; `step` from one."""
 
     def __init__(
-        self, link: AnyLink, shelf: Shelf, counts: Counter[str], capacity_bytes: int, segment_bytes: int
+        self,
+        link: AnyLink,
+        shelf: Shelf,
+        counts: Counter[str],
+        capacity_bytes: int,
+        segment_bytes: int,
+        lose: Callable[[Sequence[PageName]], None],
     ) -> None:
         self._link = link
         self._shelf = shelf
         self._counts = counts
+        self._lose = lose
         self._renew_bytes = int(capacity_bytes * WANTED_SHARE)
         self._copy_bytes = int(segment_bytes * COPIED_SHARE)
         self._lock = threading.Lock()
@@ -94,8 +101,14 @@ class Caring:
     def _renew(self, objects: Sequence[PoolObject]) -> None:
         """To ask whether an object is there is to have it kept, and its group."""
         asked = {one.group or one.name: one.name for one in objects}
-        self._link.is_there(list(asked.values()))
-        self._counts["leases_renewed"] += len(asked)
+        names = list(asked.values())
+        there = self._link.is_there(names)
+        self._counts["leases_renewed"] += len(names)
+        gone = {name for name, is_there in zip(names, there, strict=True) if not is_there}
+        for one in objects:
+            if one.name in gone:
+                self._shelf.forget(one.name, names_of(one))
+                self._lose(names_of(one))
 
     def _bring_near(self, objects: Sequence[PoolObject]) -> None:
         here = self._link.endpoint()

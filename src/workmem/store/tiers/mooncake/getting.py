@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from workmem.store.tiers.contract import ArenaMemory, Outcome, PageIn
+from workmem.store.tiers.contract import ArenaMemory, Outcome, PageIn, PageName
 from workmem.store.tiers.mooncake.lanes import Job, Lanes
 from workmem.store.tiers.mooncake.link import Wanted
 from workmem.store.tiers.mooncake.memory import span_of
@@ -35,6 +35,7 @@ class Getting:
         peers: Peers,
         counts: Counter[str],
         lanes: Lanes,
+        lose: Callable[[Sequence[PageName]], None],
     ) -> None:
         self._link = link
         self._arena = arena
@@ -42,6 +43,8 @@ class Getting:
         self._peers = peers
         self._counts = counts
         self._lanes = lanes
+        self._lose = lose
+        """Told of pages that went with one that was asked for."""
 
     def get(self, pages: Sequence[PageIn], done: Done) -> None:
         """See `Tier.get`."""
@@ -89,6 +92,9 @@ class Getting:
                         "%s is not what was told of it; it is not asked for again", part.wanted.inside.name
                     )
                 self._shelf.forget(part.wanted.inside.name, names_of(part.wanted.inside))
+                asked = set(part.wanted.indices)
+                names = names_of(part.wanted.inside)
+                self._lose([name for at, name in enumerate(names) if at not in asked])
             for index in part.pages:
                 done(index, _outcome(result))
 

@@ -13,7 +13,7 @@ import random
 import secrets
 import time
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Annotated
 
 import msgspec
@@ -40,6 +40,8 @@ _SUM_BYTES = 8
 _LOOKS = 8
 """So many looks apart all seats are read anew."""
 _UNTOLD_MAX = 256
+_TOLD_ANEW_MAX = 128
+"""Objects of an entry, or entries of a call."""
 _LOOK_S = 1.0
 """How often a store looks whether it still has its seat."""
 
@@ -122,9 +124,18 @@ def objects_in(entry: Entry) -> list[PoolObject]:
 class Log:
     """What this store tells. To be called from one thread."""
 
-    def __init__(self, link: AnyLink, pool: str) -> None:
+    def __init__(
+        self,
+        link: AnyLink,
+        pool: str,
+        finished: Callable[[], Mapping[int, tuple[str, int]]] = dict,
+        known: Callable[[], Sequence[PoolObject]] = tuple,
+    ) -> None:
+        """`finished`: seats of stores that have closed. `known`: what is told anew before one of these is taken."""
         self._link = link
         self._pool = pool
+        self._finished = finished
+        self._known = known
         self._writer = secrets.token_hex(8)
         self.mine = {self._writer}
         """Names of the logs that this store has written."""
@@ -133,6 +144,8 @@ class Log:
         self._look_again_at = 0.0
         self._untold: deque[Entry] = deque(maxlen=_UNTOLD_MAX)
         """Could not be written; the oldest goes where there are too many, and others have a miss for it."""
+        self._old_logs: list[tuple[str, int]] = []
+        """Writer of each, and where it ends."""
 
     def tell(self, entry: Entry) -> None:
         """Write the next entry, behind those that could not be written. Raises MasterAwayError."""
@@ -147,6 +160,8 @@ class Log:
             if not self._link.write(name, value):
                 return
             self._untold.popleft()
+        if self._seat >= 0:
+            self._clear_old()
 
     def close(self) -> None:
         """Say that nothing follows. Raises MasterAwayError."""
@@ -172,6 +187,8 @@ class Log:
             if not is_there:
                 self._writer, self._next = secrets.token_hex(8), 0
                 self.mine.add(self._writer)
+        if self._inherit():
+            return
         taken = self._link.is_there([seat_name(self._pool, seat) for seat in range(SEATS)])
         if any(self._take(seat) for seat in range(SEATS) if not taken[seat]):
             return
@@ -180,6 +197,34 @@ class Log:
             if self._take(seat):
                 return
         log.warning("no seat in the pool %r can be taken; nobody hears what this store puts", self._pool)
+
+    def _inherit(self) -> bool:
+        """Take the seat of a store that has closed, and tell in its place what is known: its log goes.
+
+        So there are as many seats and logs as stores, however often they start, and who joins later hears of it all.
+        """
+        for seat, (writer, end) in self._finished().items():
+            name = seat_name(self._pool, seat)
+            if self._link.read([name]) != [writer.encode()]:
+                continue
+            self._link.remove([name])
+            if not self._take(seat):
+                continue
+            known = list(self._known())
+            told = [entry_of(known[at : at + _TOLD_ANEW_MAX]) for at in range(0, len(known), _TOLD_ANEW_MAX)]
+            room = _UNTOLD_MAX - len(self._untold)
+            self._untold.extendleft(reversed(told[-room:] if room > 0 else []))
+            self._old_logs.append((writer, end))
+            return True
+        return False
+
+    def _clear_old(self) -> None:
+        """All that they said has been said again."""
+        while self._old_logs:
+            writer, end = self._old_logs.pop()
+            for first in range(0, end, _TOLD_ANEW_MAX):
+                numbers = range(first, min(first + _TOLD_ANEW_MAX, end))
+                self._link.remove([entry_name(self._pool, writer, number) for number in numbers])
 
     def _take(self, seat: int) -> bool:
         name, value = seat_name(self._pool, seat), self._writer.encode()
@@ -211,13 +256,23 @@ class Follower:
                 entries += self._read(writer)
         return entries
 
+    def finished(self) -> dict[int, tuple[str, int]]:
+        """Seats of stores that have closed, of which all was read: the writer of each, and where its log ends. From any thread."""
+        return {
+            seat: (writer, self._next.get(writer, 0))
+            for seat, writer in list(self._seats.items())
+            if writer in self._ended
+        }
+
     def _find_logs(self) -> None:
         names = [seat_name(self._pool, seat) for seat in range(SEATS)]
         taken = [seat for seat, is_taken in enumerate(self._link.is_there(names)) if is_taken]
         # A seat may have changed hands between two looks, where the pool was emptied.
         reads_all = self._looks % _LOOKS == 0
         self._looks += 1
-        new = [seat for seat in taken if reads_all or seat not in self._seats]
+        new = [
+            seat for seat in taken if reads_all or seat not in self._seats or self._seats[seat] in self._ended
+        ]
         for seat in [seat for seat in self._seats if seat not in taken]:
             del self._seats[seat]
         for seat, value in zip(new, self._link.read([names[seat] for seat in new]), strict=True):

@@ -11,8 +11,10 @@ from workmem.store.tiers.mooncake.options import MooncakeOptions
 
 
 class _Shared(msgspec.Struct, eq=False):
-    link: Link
-    users: int = 1
+    making: threading.Lock
+    """Held while the client joins, which takes 15 s where nobody answers: who goes another way need not wait."""
+    link: Link | None = None
+    users: int = 0
 
 
 _lock = threading.Lock()
@@ -25,22 +27,34 @@ def borrow(options: MooncakeOptions) -> Link:
     with _lock:
         shared = _links.get(way)
         if shared is None:
-            shared = _links[way] = _Shared(Link(options))
-        else:
-            shared.users += 1
-        return shared.link
+            shared = _links[way] = _Shared(threading.Lock())
+        shared.users += 1
+    try:
+        with shared.making:
+            if shared.link is None:
+                shared.link = Link(options)
+            return shared.link
+    except BaseException:
+        _left_by_one(way)
+        raise
 
 
 def give_back(options: MooncakeOptions) -> None:
     """The last one ends it. No call of the user's may be under way."""
-    way = _way(options)
+    link = _left_by_one(_way(options))
+    if link is not None:
+        link.close()
+
+
+def _left_by_one(way: tuple[str | int, ...]) -> Link | None:
+    """The client, where nobody uses it any more."""
     with _lock:
         shared = _links[way]
         shared.users -= 1
         if shared.users:
-            return
+            return None
         del _links[way]
-    shared.link.close()
+    return shared.link
 
 
 def _way(options: MooncakeOptions) -> tuple[str | int, ...]:

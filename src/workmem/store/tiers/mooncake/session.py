@@ -68,15 +68,19 @@ class Session:
             self._link.unregister(arena.address)
             give_back(options)
             raise
-        self._log = Log(self._link, options.pool)
         self._follower = Follower(self._link, options.pool)
+        self._log = Log(self._link, options.pool, self._follower.finished, shelf.objects)
+        self.lost: Callable[[Sequence[PageName]], None] | None = None
+        """To be told of pages that others dropped."""
         self._reads = Lanes(
             "read", threads=READERS, lane_max=READERS_OF_A_PEER, queue_max=QUEUE_MAX, patience_s=_PATIENCE_S
         )
         self._writes = Lanes("write", threads=WRITERS, lane_max=1, queue_max=QUEUE_MAX, patience_s=PUT_S)
         self._putting = Putting(self._link, arena, shelf, peers, counts, options.pool, object_bytes(options))
-        self.caring = Caring(self._link, shelf, counts, capacity_bytes(options), segment_bytes(options))
-        self.getting = Getting(self._link, arena, shelf, peers, counts, self._reads)
+        self.caring = Caring(
+            self._link, shelf, counts, capacity_bytes(options), segment_bytes(options), self._lose
+        )
+        self.getting = Getting(self._link, arena, shelf, peers, counts, self._reads, self._lose)
         self._ending = threading.Event()
         self._stir = threading.Event()
         """Ends the listener's pause."""
@@ -187,6 +191,7 @@ class Session:
     def _look(self) -> list[HeldPage]:
         """Pages that are new, a parent before its children."""
         pages: list[HeldPage] = []
+        gone: list[PageName] = []
         for entry in self._follower.look(but=self._log.mine):
             try:
                 found = objects_in(entry)
@@ -195,13 +200,24 @@ class Session:
                 continue
             # In this order: what was moved is told as gone from there, and kept here.
             for name, root, keys in entry.gone:
-                self._shelf.forget(name, [PageName(root, key) for key in keys])
+                names = [PageName(root, key) for key in keys]
+                self._shelf.forget(name, names)
+                gone += names
             for one in found:
                 pages += self._shelf.add(one)
         self._counts["heard_pages"] += len(pages)
+        self._lose(gone)
         places = self._shelf.find([page.name for page in pages])
         there = [page for page, place in zip(pages, places, strict=True) if place is not None]
         return sorted(there, key=lambda page: page.depth)
+
+    def _lose(self, names: Sequence[PageName]) -> None:
+        """Tell of pages that lie nowhere any more."""
+        tell = self.lost
+        places = self._shelf.find(names) if tell is not None else []
+        gone = [name for name, place in zip(names, places, strict=False) if place is None]
+        if tell is not None and gone:
+            tell(gone)
 
     # -- the end
 

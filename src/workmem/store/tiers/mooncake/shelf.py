@@ -80,6 +80,11 @@ class Shelf:
         with self._lock:
             return [self._objects[name].inside for name in names if name in self._objects]
 
+    def objects(self) -> list[PoolObject]:
+        """All that are known."""
+        with self._lock:
+            return [held.inside for held in self._objects.values()]
+
     def bytes_with(self, one: PoolObject) -> int:
         """Of an object, and of all that are known of its group."""
         with self._lock:

@@ -31,7 +31,7 @@ Done = Callable[[int, Outcome], None]
 
 
 class MooncakeTier:
-    """See `contract.ListeningTier` and `contract.AdvisedTier`."""
+    """See `contract.ListeningTier`, `contract.LosingTier` and `contract.AdvisedTier`."""
 
     kind = TierName.REMOTE
 
@@ -61,6 +61,11 @@ class MooncakeTier:
         session = self._session
         if session is not None:
             session.look_sooner(seconds)
+
+    def watch_losses(self, lost: Callable[[Sequence[PageName]], None]) -> None:
+        """See `LosingTier.watch_losses`."""
+        if self._session is not None:
+            self._session.lost = lost
 
     def put(self, pages: Sequence[PageOut], done: Done) -> None:
         """See `Tier.put`."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import xxhash
 
 from workmem.core.events import BoundReached, EventSink
+from workmem.store.aside import step_aside
 from workmem.store.catalog import Space
 from workmem.store.contract import PageWrite, SaveState
 from workmem.store.pool import Pool
@@ -54,6 +55,7 @@ class SaverThread:
         self._sink(BoundReached(name="store.save_queue", limit=self._pages_max, detail=detail))
 
     def _main(self) -> None:
+        step_aside()
         while True:
             space, pages = self._queue.take(self._together)
             if not pages:

@@ -12,6 +12,7 @@ import msgspec
 
 from workmem.core.errors import TransferError
 from workmem.core.events import BoundReached, EventSink
+from workmem.store.aside import step_aside
 from workmem.store.catalog import Space
 from workmem.store.contract import PageWrite, SaveState
 from workmem.store.host import messages
@@ -76,6 +77,7 @@ class HostSaver:
         return not self._thread.is_alive()
 
     def _main(self) -> None:
+        step_aside()
         while True:
             space, pages = self._queue.take(self._together)
             if not pages:

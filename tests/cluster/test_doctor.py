@@ -18,6 +18,7 @@ from workmem.cluster.view import ClusterView, MasterView, PoolView, admin_urls
 from workmem.store.codecs.pool_sealing import PoolCipher
 from workmem.store.config import BelowConfig
 from workmem.store.tiers.mooncake.options import MooncakeOptions
+from workmem.transfer.transports import Transport
 
 GIB = 2**30
 SOUND = ClusterConfig(host="10.0.0.2", segment_bytes="64GiB", port=50051)
@@ -59,6 +60,10 @@ CASE = Case(
     host_addresses=("10.0.0.2",),
     host_is_own=True,
     is_master_reached=False,
+    transports=(
+        Transport("tcp", is_there=True, why="built"),
+        Transport("rdma", is_there=False, why="no card"),
+    ),
     offload_paths={},
 )
 
@@ -153,6 +158,7 @@ WRONG = {
     ],
     "disk-cap": [(offloading(), "MOONCAKE_OFFLOAD_BUCKET_MAX_TOTAL_SIZE")],
     "names": [(here(names_agree=False), "install it anew")],
+    "transports": [({"store": replace(CASE.store, protocol="rdma")}, "protocol = 'rdma'")],
     "rdma": [
         (config(protocol="rdma"), "cluster.protocol=tcp"),
         (
@@ -220,6 +226,11 @@ def test_whether_the_store_seals_is_said_and_under_which_key(tmp_path, capsys):
         )
         assert main(["cluster", "status", "--config", str(config)]) == 1
         assert said in " ".join(capsys.readouterr().out.split())
+
+
+def test_all_ways_for_bytes_are_listed_and_why_not_the_others():
+    (found,) = [one.found for one in examine(CASE) if one.check == "transports"]
+    assert found == "bytes can go by tcp; not by rdma: no card"
 
 
 def test_masters_of_other_pools_on_this_host_are_none_of_its_business():

@@ -141,6 +141,25 @@ def admin(case: Case) -> Finding:
     )
 
 
+def transports(case: Case) -> Finding:
+    """The ways that bytes can go from here, and why not the others."""
+    there = [one.name for one in case.transports if one.is_there]
+    missing: dict[str, list[str]] = {}
+    for one in case.transports:
+        if not one.is_there:
+            missing.setdefault(one.why, []).append(one.name)
+    found = f"bytes can go by {', '.join(there)}"
+    found += "".join(f"; not by {', '.join(names)}: {why}" for why, names in missing.items())
+    wanted = case.store.protocol if case.store else "tcp"
+    if case.store and wanted not in there:
+        return wrong(
+            "transports",
+            found,
+            f"store.below.options says protocol = {wanted!r}: set it to one of them, or mend what is missing",
+        )
+    return ok("transports", found)
+
+
 def rdma(case: Case) -> Finding:
     """How bytes travel, and what that asks of the host."""
     devices, config = case.here.rdma_devices, case.config

@@ -13,6 +13,7 @@ from workmem.cluster.here import Here, look_here
 from workmem.cluster.view import admin_urls, look
 from workmem.store.config import BelowConfig
 from workmem.store.tiers.mooncake.options import parse_options
+from workmem.transfer.transports import known_transports
 
 _OFFLOAD_PATH = "MOONCAKE_OFFLOAD_FILE_STORAGE_PATH"
 
@@ -34,6 +35,7 @@ CHECKS: tuple[Callable[[Case], Finding], ...] = (
     checks_pool.disk_cap,
     checks_host.names,
     checks_pool.hard_pins,
+    checks_host.transports,
     checks_host.rdma,
     checks_pool.wheel,
 )
@@ -56,6 +58,7 @@ def case_of(config: ClusterConfig, below: BelowConfig) -> Case:
         host_addresses=tuple(map(str, addresses)),
         host_is_own=any(is_own(address) for address in addresses),
         is_master_reached=is_reached(config.master),
+        transports=tuple(known_transports()),
         offload_paths=_offload_paths(here),
     )
 

@@ -10,6 +10,7 @@ from workmem.cluster.config import ClusterConfig
 from workmem.cluster.here import Here, Program
 from workmem.cluster.view import ClusterView
 from workmem.store.tiers.mooncake.options import MooncakeOptions
+from workmem.transfer.transports import Transport
 
 
 class Verdict(StrEnum):
@@ -44,6 +45,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     host_is_own: bool
     is_master_reached: bool
     """Something takes connections where `cluster.master` says; False where that says nothing of one."""
+    transports: tuple[Transport, ...]
+    """Ways for bytes that are known, those that are there first."""
     offload_paths: dict[str, str]
     """Folders of Mooncake's disk tier that are named here, and what is wrong with each; empty where nothing is."""
 

@@ -24,6 +24,12 @@ class Answers:
             self._left.discard(index)
         self._done(index, outcome)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether somebody has answered for every page: what comes now is too late."""
+        with self._lock:
+            return not self._left
+
     def rest(self, outcome: Outcome) -> None:
         """For all that nobody answered for."""
         with self._lock:

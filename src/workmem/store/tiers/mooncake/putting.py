@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from workmem.store.tiers.contract import ArenaMemory, Outcome, PageOut
+from workmem.store.tiers.mooncake.answers import Answers
 from workmem.store.tiers.mooncake.memory import Span, span_of
 from workmem.store.tiers.mooncake.objects import PoolObject, group, object_name
 from workmem.store.tiers.mooncake.outcomes import PutResult
@@ -51,10 +52,14 @@ class Putting:
     def put(
         self,
         pages: Sequence[PageOut],
-        done: Callable[[int, Outcome], None],
+        done: Answers,
         tell: Callable[[list[PoolObject]], None],
     ) -> None:
-        """See `Tier.put`. `tell` is called with what was stored before any of it is DONE. Raises MasterAwayError."""
+        """See `Tier.put`. `tell` is called with what was stored before any of it is DONE. Raises MasterAwayError.
+
+        Where `done` was answered for by somebody else meanwhile, nothing is told: the engine may have read pages that
+        were other ones by then. Whoever heard of them would find out, and they are taken out of the pool again.
+        """
         new: list[int] = []
         for index, place in enumerate(self._shelf.find([page.about.name for page in pages])):
             if place is None or place.page.header_sum != pages[index].about.header_sum:
@@ -72,6 +77,10 @@ class Putting:
         objects = [self._object([pages[index] for index in run]) for run in runs]
         spans = [[span_of(pages[index].page, self._arena) for index in run] for run in runs]
         results = self._results(objects, spans)
+        if done.is_over:
+            self._counts["put_abandoned"] += len(objects)
+            self._link.remove([found.name for found, (_, peer) in zip(objects, results, strict=True) if peer])
+            return
         kept: list[PoolObject] = []
         outcomes: list[Outcome] = []
         for found, (result, peer) in zip(objects, results, strict=True):

@@ -21,7 +21,7 @@ from workmem.store.tiers.mooncake.links import borrow, give_back
 from workmem.store.tiers.mooncake.objects import PoolObject, names_of, prefix
 from workmem.store.tiers.mooncake.options import MooncakeOptions, capacity_bytes, object_bytes, segment_bytes
 from workmem.store.tiers.mooncake.peers import Peers
-from workmem.store.tiers.mooncake.putting import Putting
+from workmem.store.tiers.mooncake.putting import ANYWHERE, Putting
 from workmem.store.tiers.mooncake.sealed_link import SealedLink
 from workmem.store.tiers.mooncake.shelf import Shelf
 from workmem.transfer.mooncake_library import TIMEOUT_S
@@ -34,6 +34,8 @@ READERS = 4
 READERS_OF_A_PEER = 2
 WRITERS = 1
 QUEUE_MAX = 4096
+ABANDON_S = 20.0
+"""Longer than a put is tried, and below what the store gives it: after that it would take the pool for broken."""
 _PATIENCE_S = TIMEOUT_S + 1.0
 _AWAY_PAUSE_S = 2.0
 _LAST_WORD_S = 1.0
@@ -56,6 +58,7 @@ class Session:
         self._options = options
         self._arena = arena
         self._shelf = shelf
+        self._peers = peers
         self._counts = counts
         self._link = _registered(options, arena, cipher)
         limit_bytes = int(capacity_bytes(options) * FULL)
@@ -94,12 +97,27 @@ class Session:
     def put(self, pages: Sequence[PageOut], answers: Answers) -> None:
         """See `Tier.put`."""
         need = sum(page.about.length for page in pages)
+        if not self._peers.may_ask(ANYWHERE):
+            answers.rest(Outcome.REFUSED)
+            return
 
         def run() -> None:
-            self._closing_up.run(need, lambda kept, gone: self._tell(entry_of(kept, gone)))
-            self._putting.put(pages, answers, self._tell_kept)
+            late = threading.Timer(ABANDON_S, self._abandon, (answers,))
+            late.daemon = True
+            late.start()
+            try:
+                self._closing_up.run(need, lambda kept, gone: self._tell(entry_of(kept, gone)))
+                self._putting.put(pages, answers, self._tell_kept)
+            finally:
+                late.cancel()
 
         self._write(run, answers)
+
+    def _abandon(self, answers: Answers) -> None:
+        """A host that lost its power holds a call for a minute. The pages stay where they are, and reads go on."""
+        if self._peers.failed(ANYWHERE):
+            log.warning("a host of the pool takes nothing and says nothing; nothing is put for a while")
+        answers.rest(Outcome.REFUSED)
 
     def drop(self, names: Sequence[PageName], answers: Answers) -> None:
         """See `Tier.drop`."""
@@ -113,7 +131,8 @@ class Session:
                 log.warning("%s", error)
             answers.rest(Outcome.FAILED)
 
-        self._writes.submit(Job("write", guarded, lambda: answers.rest(Outcome.FAILED)))
+        # Who waits behind a call that does not end: not now. A master that is away is told by the calls themselves.
+        self._writes.submit(Job("write", guarded, lambda: answers.rest(Outcome.REFUSED)))
 
     def _tell_kept(self, kept: Sequence[PoolObject]) -> None:
         for found in kept:

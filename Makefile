@@ -29,6 +29,8 @@ GPU_TESTS ?= engine_tests/gpu.py $(addprefix engine_tests/with_vllm/test_,round_
 ENGINE_TESTS ?= engine_tests
 # Of the system, and not in Mooncake's wheel.
 MOONCAKE_LIBRARIES := libibverbs1 librdmacm1 libnuma1 libcurl4
+# With which tests make hosts of their own.
+NETWORK_TOOLS := iproute2
 
 BIN := $(VENV)/bin
 # Without --no-compile pip would compile 15,000 files, of which some 2,000 are ever imported: a minute and a half.
@@ -73,6 +75,10 @@ bench-fleet: $(VLLM_VENV)/.stamp-vllm model ## Agents round after round, with an
 bench-agents: $(VLLM_VENV)/.stamp-vllm model ## Agents that wait for tools, on a vLLM with little memory: alone, with us, peers (quick form)
 	@$(BIN)/python bench/agents.py --quick --model "$$($(BIN)/workmem model prepare $(MODEL))" \
 	  --vllm-python $(VLLM_VENV)/bin/python $(ARGS)
+
+.PHONY: bench-remote
+bench-remote: $(VENV)/.stamp-test model ## A Mooncake pool as the tier below dram, beside Mooncake's own client (quick form)
+	@$(BIN)/python bench/remote.py --quick --model "$$($(BIN)/workmem model prepare $(MODEL))" $(ARGS)
 
 .PHONY: test
 test: check model ## All checks and all tests
@@ -130,13 +136,13 @@ model: $(VENV)/.stamp-run ## Prepare the model (once, some 20 s)
 	@folder="$$($(BIN)/workmem model prepare $(MODEL))" && echo "model ready in $$folder"
 
 .PHONY: mooncake-libraries
-mooncake-libraries: ## Install what Mooncake needs of the system (Debian, Ubuntu; as root)
-	$(STEP) 'libraries of the system: $(MOONCAKE_LIBRARIES)'
+mooncake-libraries: ## Install what Mooncake and its tests need of the system (Debian, Ubuntu; as root)
+	$(STEP) 'of the system: $(MOONCAKE_LIBRARIES) $(NETWORK_TOOLS)'
 	@[ "$$(id -u)" = 0 ] || \
-	  { echo "Mooncake, which tests run, needs libraries of the system: run 'sudo make mooncake-libraries' (on Debian and Ubuntu;"; \
-	    echo "elsewhere install what holds $(MOONCAKE_LIBRARIES)), then the same command again"; exit 1; }
+	  { echo "Mooncake, which tests run, needs some of the system: run 'sudo make mooncake-libraries' (on Debian and Ubuntu;"; \
+	    echo "elsewhere install what holds $(MOONCAKE_LIBRARIES) $(NETWORK_TOOLS)), then the same command again"; exit 1; }
 	@apt-get update -qq
-	@DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(MOONCAKE_LIBRARIES)
+	@DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(MOONCAKE_LIBRARIES) $(NETWORK_TOOLS)
 
 .PHONY: install
 install: $(VENV)/.stamp-run ## Create the virtual environment and install workmem
@@ -175,7 +181,7 @@ $(VENV)/.stamp-run: pyproject.toml $(VENV)/.stamp-torch
 $(VENV)/.stamp-test: $(VENV)/.stamp-run
 	$(STEP) 'installing test tools (some 20 s)'
 	@$(PIP_INSTALL) -e '.[test,lint]'
-	@$(BIN)/python -c 'import mooncake.store' 2>/dev/null || $(MAKE) --no-print-directory mooncake-libraries
+	@{ $(BIN)/python -c 'import mooncake.store' && ip -V; } >/dev/null 2>&1 || $(MAKE) --no-print-directory mooncake-libraries
 	@$(BIN)/python -c 'import mooncake.store'
 	@touch $@
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import signal
 import socket
 import subprocess
@@ -49,6 +50,15 @@ class Owner:
             self.kill()
             raise RuntimeError(f"an owner of memory does not start: {said}")
         self.segment_name = said[1]
+
+    @property
+    def cpu_s(self) -> float:
+        """Seconds of processor that it has used."""
+        # Behind the name, which may hold anything: state, parent, group, ...
+        fields = (
+            Path(f"/proc/{self._process.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+        )
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def send(self, number: signal.Signals) -> None:
         """Stop it, or have it go on."""

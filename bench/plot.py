@@ -200,6 +200,42 @@ def plot_agents(result: dict[str, Any]) -> plt.Figure:
     return figure
 
 
+def plot_remote(result: dict[str, Any]) -> plt.Figure:
+    """Rates of the pool beside Mooncake's best path; first tokens by where a context was; agents under pressure."""
+    figure, panels = plt.subplots(1, 4, figsize=(16, 4.5), layout="constrained")
+    for panel, op in zip(panels, ("put", "get"), strict=False):
+        rows = [row for row in result["moves"] if row["op"] == op]
+        names = [f"{row['batch'] >> 20} MiB\nof {row['block'] >> 10} KiB" for row in rows]
+        for offset, field, label, colour in (
+            (-0.2, "bytes_per_s", "workmem", _COLOURS[0]),
+            (0.2, "best_bytes_per_s", "Mooncake's best path", _COLOURS[2]),
+        ):
+            _bars(
+                panel,
+                [at + offset for at in range(len(rows))],
+                [row[field] for row in rows],
+                0.38,
+                label,
+                colour,
+            )
+        panel.set_xticks(range(len(rows)), names, fontsize="x-small")
+        panel.set_ylabel(f"{op}, bytes/s")
+    panels[0].legend(fontsize="small", frameon=False)
+    if times := result["contexts"].get("ttft_s"):
+        _bars(panels[2], list(range(len(times))), list(times.values()), 0.7, "", _COLOURS[0])
+        panels[2].set_xticks(range(len(times)), list(times))
+        panels[2].set_yscale("log")
+    panels[2].set_ylabel("TTFT of a context, s")
+    rows = result["pressure"]
+    panels[3].bar(range(len(rows)), [row["input_tokens_per_s"] for row in rows], color=_COLOURS[: len(rows)])
+    panels[3].set_xticks(
+        range(len(rows)), [row["arm"].replace(", ", ",\n") for row in rows], fontsize="small"
+    )
+    panels[3].set_ylabel("input tokens/s, working set 4 times vram")
+    figure.suptitle(f"{result['machine']['cpu']}, {result['machine']['cores']} cores, TCP on one machine")
+    return figure
+
+
 def _rate_line(panel: Any, rows: list[dict[str, Any]], name: str, colour: str) -> None:
     """One store; beside ours, the copies that alternated with it."""
     sizes = [row["size"] for row in rows]
@@ -228,6 +264,7 @@ _PLOTS: dict[str, Callable[[dict[str, Any]], plt.Figure]] = {
     "vllm-ttft": plot_vllm_ttft,
     "fleet": plot_fleet,
     "agents": plot_agents,
+    "remote": plot_remote,
 }
 
 

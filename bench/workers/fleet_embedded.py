@@ -1,6 +1,7 @@
-"""Our embedded engine, in process: over a store of its own with reuse on, or with neither.
+"""Our embedded engine, in process: over a store of its own with reuse on, with its own memory alone, or with neither.
 
-Requests (`do`): `fleet`, `settle` and `close`, as `vllm_cached.py` answers them.
+Requests (`do`): `fleet`, `settle` and `close`, as `vllm_cached.py` answers them; `drop_vram`, which forgets idle blocks
+of the engine's own memory; `known`, the pages that the store knows in the tier below dram.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Fleet:
         folder, cache = Path(options["model"]), Path(options["cache"])
         use_native_copy(cache)
         self._reuse: bool = options["reuse"]
-        self._store = _store(options) if self._reuse else None
+        self._store = _store(options) if self._reuse and options.get("store", True) else None
         config = EmbeddedConfig(
             model=str(folder),
             dtype=options["dtype"],
@@ -49,6 +50,11 @@ class Fleet:
                 if self._store is not None:
                     self._store.flush(FLUSH_S)
                 return {"saved_s": time.monotonic() - begin}
+            case "drop_vram":
+                return {"blocks": self._runner.run(self._engine.drop_vram())}
+            case "known":
+                assert self._store is not None
+                return {"pages": int(self._store.gauges()["store_below_pages"])}
             case "close":
                 self._runner.run(self._engine.close())
                 if self._store is not None:
@@ -90,9 +96,15 @@ class Fleet:
 
 
 def _store(options: dict[str, Any]) -> Any:
-    from workmem.store.config import DramConfig, SsdConfig, StoreConfig  # noqa: PLC0415
+    from workmem.store.config import BelowConfig, DramConfig, SsdConfig, StoreConfig  # noqa: PLC0415
     from workmem.store.store import Store  # noqa: PLC0415
 
+    if pool := options.get("pool"):
+        below = BelowConfig(tier="mooncake", options=pool)
+        config = StoreConfig(
+            dram=DramConfig(bytes=options["dram"]), below=below, ssd=SsdConfig(enabled=False)
+        )
+        return Store(config, print)
     ssd = SsdConfig(path=options["ssd"], bytes=options["ssd_bytes"])
     return Store(StoreConfig(dram=DramConfig(bytes=options["dram"]), ssd=ssd), print)
 

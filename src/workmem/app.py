@@ -21,7 +21,7 @@ from workmem.gateway.upstream import build_upstream_app
 from workmem.index.history import PromptHistory
 from workmem.store.codecs.settings import page_codec
 from workmem.store.config import StoreConfig
-from workmem.store.contract import KVStore
+from workmem.store.contract import SteeredStore
 from workmem.store.copying import use_native_copy
 from workmem.store.host.client import HostStore
 from workmem.store.host.place import is_served
@@ -101,7 +101,7 @@ def open_host(
         yield server
 
 
-def _open_store(config: StoreConfig, cache_dir: Path, sink: EventSink, progress: Progress) -> KVStore:
+def _open_store(config: StoreConfig, cache_dir: Path, sink: EventSink, progress: Progress) -> SteeredStore:
     host = config.host
     path = host_socket(host.socket)
     is_required = host.attach == "require"
@@ -148,7 +148,7 @@ def _ssd_folder(config: StoreConfig, cache_dir: Path) -> Path:
 
 
 def _open_engine(
-    config: Config, store: KVStore, sink: EventSink, folder: Path, cache_dir: Path, progress: Progress
+    config: Config, store: SteeredStore, sink: EventSink, folder: Path, cache_dir: Path, progress: Progress
 ) -> EmbeddedEngine:
     progress.begin("loading torch")
     # Here and not above: torch takes seconds to load, and upstream mode runs without it.

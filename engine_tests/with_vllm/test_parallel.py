@@ -12,6 +12,8 @@ from serving import Server, by_command
 from workmem.engines.vllm.hashes import block_hashes
 from workmem.store.selector import PurgeSelector
 
+pytestmark = pytest.mark.timeout(600)
+
 SIZE, BLOCKS = 32, 6
 LENGTH = BLOCKS * SIZE + 1
 SHAPE = {"dtype": "float32", "block_size": SIZE, "max_model_len": 512}

@@ -30,6 +30,8 @@ from workmem.store.host.place import is_served
 from workmem.store.selector import PurgeSelector
 from workmem.testing.faulty_device import FaultPlan
 
+pytestmark = pytest.mark.timeout(600)
+
 MODEL = "tiny"
 SIZE, BLOCKS = 32, 6
 LENGTH = BLOCKS * SIZE + 1

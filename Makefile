@@ -80,6 +80,11 @@ bench-agents: $(VLLM_VENV)/.stamp-vllm model ## Agents that wait for tools, on a
 bench-remote: $(VENV)/.stamp-test model ## A Mooncake pool as the tier below dram, beside Mooncake's own client (quick form)
 	@$(BIN)/python bench/remote.py --quick --model "$$($(BIN)/workmem model prepare $(MODEL))" $(ARGS)
 
+.PHONY: bench-disaggregation
+bench-disaggregation: $(VLLM_VENV)/.stamp-vllm model ## Long prompts beside streams on two vLLM servers: mixed, or apart (quick form)
+	@$(BIN)/python bench/disaggregation.py --quick --model "$$($(BIN)/workmem model prepare $(MODEL))" \
+	  --vllm-python $(VLLM_VENV)/bin/python $(ARGS)
+
 .PHONY: test
 test: check model ## All checks and all tests
 	$(STEP) 'tests'

@@ -236,6 +236,25 @@ def plot_remote(result: dict[str, Any]) -> plt.Figure:
     return figure
 
 
+def plot_disaggregation(result: dict[str, Any]) -> plt.Figure:
+    """By arm: the time between a stream's tokens as a distribution, and to the first token of long prompts."""
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    for name, colour in zip(result["systems"], _COLOURS[::2], strict=False):
+        found = [entry for entry in result["raw"] if entry["arm"] == name]
+        for panel, field in zip(panels, ("gaps_s", "long_ttft_s"), strict=True):
+            values = sorted(value for entry in found for value in entry[field])
+            shares = [(at + 1) / len(values) for at in range(len(values))]
+            panel.step(values, shares, where="post", color=colour, label=name)
+    panels[0].axhline(0.99, color="#999999", linestyle=":", linewidth=1)
+    for panel, label in zip(panels, ("time between tokens, s", "TTFT of long prompts, s"), strict=True):
+        panel.set_xscale("log")
+        panel.set_xlabel(label)
+        panel.set_ylabel("share below")
+    panels[0].legend(fontsize="small", frameon=False)
+    figure.suptitle(f"two vLLM servers, {result['machine']['cpu']}, a core each")
+    return figure
+
+
 def _rate_line(panel: Any, rows: list[dict[str, Any]], name: str, colour: str) -> None:
     """One store; beside ours, the copies that alternated with it."""
     sizes = [row["size"] for row in rows]
@@ -265,6 +284,7 @@ _PLOTS: dict[str, Callable[[dict[str, Any]], plt.Figure]] = {
     "fleet": plot_fleet,
     "agents": plot_agents,
     "remote": plot_remote,
+    "disaggregation": plot_disaggregation,
 }
 
 

@@ -51,3 +51,16 @@ def test_after_an_outage_a_fresh_context_does_not_wait_behind_all_that_dram_hold
             state.unwritten.clear()
         state.wants_writes = False
         store.audit()
+
+
+def test_what_is_queued_again_is_not_passed_over_for_ever():
+    """As long as engines save as fast as the tier takes there is always something fresh."""
+    due = DueWrites()
+    due.add_again((0, 0))
+    taken = []
+    for row in range(1, 20):
+        due.add((row, 0))
+        is_next = due.first
+        taken.append(due.take_first())
+        assert taken[-1] == is_next
+    assert (0, 0) in taken

@@ -18,6 +18,7 @@ from workmem.store.tiers.mooncake.shelf import Shelf
 from workmem.store.tiers.mooncake.tier import mooncake_tier
 from workmem.testing.mooncake import pool
 from workmem.testing.pages import Chain, namespace
+from workmem.testing.waiting import wait_until
 
 PAGE = 4096
 MEMORY = np.zeros(4 * PAGE, np.uint8)
@@ -103,6 +104,76 @@ def test_a_call_that_does_not_end_is_given_up_before_the_store_counts_a_failure(
             assert tier.close(10.0)
         assert tier.counts["put_abandoned"] == 1
         assert len(tier._shelf) == 0
+
+
+def test_what_is_to_go_and_waits_behind_a_call_that_does_not_end_has_failed(monkeypatch):
+    """As if it had gone a purge would be over, and its pages in the pool."""
+    monkeypatch.setattr(session, "ABANDON_S", 0.2)
+    monkeypatch.setattr(session, "PUT_S", 0.5)
+    with pool(16 * 2**20) as master:
+        tier = mooncake_tier({"master": master.address, "capacity": "16MiB"})
+        list(tier.open(ARENA))
+        link = tier._session._link
+        put = link.put
+        try:
+            monkeypatch.setattr(link, "put", lambda *all_of_it: time.sleep(2.5) or put(*all_of_it))
+            tier.put(pages(Chain(namespace(), 2)), lambda index, outcome: None)
+            time.sleep(0.1)
+            found: list[Outcome] = []
+            tier.drop([PageName(bytes(32), bytes(32))], lambda index, outcome: found.append(outcome))
+            wait_until(lambda: bool(found), 2.0)
+            assert found == [Outcome.FAILED]
+        finally:
+            assert tier.close(10.0)
+
+
+def test_what_was_given_up_before_it_began_is_not_begun():
+    """Its pages may be others already."""
+
+    class Unused:
+        def __getattr__(self, name):
+            raise AssertionError(f"{name} was called")
+
+    answers = Answers(2, lambda index, outcome: None)
+    answers.rest(Outcome.REFUSED)
+    Putting(Unused(), ARENA, Shelf(), Peers(), Counter(), "p", 2**20).put(
+        pages(Chain(namespace(), 2)), answers, [].append
+    )
+
+
+def test_a_retry_does_not_read_pages_that_were_given_up():
+    class Full(Slow):
+        calls = 0
+
+        def put(self, objects, spans, *_):
+            self.calls += 1
+            self._answers.rest(Outcome.REFUSED)
+            return [PutResult.NO_ROOM] * len(objects)
+
+    answers = Answers(2, lambda index, outcome: None)
+    link = Full(answers)
+    Putting(link, ARENA, Shelf(), Peers(), Counter(), "p", 2**20).put(
+        pages(Chain(namespace(), 2)), answers, [].append
+    )
+    assert (link.calls, link.removed) == (1, [])
+
+
+def test_what_could_not_be_taken_out_again_is_taken_out_before_the_next_put():
+    class Away(Slow):
+        is_away = True
+
+        def remove(self, names):
+            self.removed += [] if self.is_away else names
+            return [not self.is_away] * len(names)
+
+    answers = Answers(2, lambda index, outcome: None)
+    link = Away(answers)
+    putting = Putting(link, ARENA, Shelf(), Peers(), Counter(), "p", 2**20)
+    putting.put(pages(Chain(namespace(), 2)), answers, [].append)
+    assert link.removed == []
+    link.is_away = False
+    putting.put(pages(Chain(namespace(), 2, seed=1)), Answers(2, lambda index, outcome: None), [].append)
+    assert len(link.removed) == 1
 
 
 @pytest.mark.parametrize("left", [0, 1])

@@ -87,3 +87,25 @@ def test_pages_that_others_dropped_are_no_hits_and_what_dram_has_stays(told):
     assert store.flush(20)
     assert not tier.dropped
     store.audit()
+
+
+def test_a_page_that_another_store_puts_while_this_one_does_is_one_page_and_nothing_waits_for_ever(
+    told, monkeypatch
+):
+    """Two agents begin with the same prompt on two hosts: the log of one is heard before the put of the other ends."""
+    store, tier = told
+    put = MemoryTier.put
+
+    def heard_first(self, pages, done):
+        tier.seen([page.about for page in pages])
+        put(self, pages, done)
+
+    monkeypatch.setattr(Told, "put", heard_first)
+    chain = Chain(namespace(), 6)
+    chain.save(store)
+    assert store.gauges()["store_below_pages"] == 6
+    assert store.gauges()["store_below_used_bytes"] == 6 * 8192
+    assert store.gauges()["store_below_write_errors_total"] == 0
+    assert not store.pool.state.writes_in_flight
+    assert read_all(store, chain.root, chain.keys) == 6
+    store.audit()

@@ -382,7 +382,11 @@ class SsdIndex:
         if not self._catalog.is_same(row, stamp):
             self.strikes.strike_out(space, identity[0], extent.segment)
             return
-        self._place(row, extent)
+        if self._is_here(row):
+            # Another store had put the same block, and was heard of meanwhile: it lies where this one put it.
+            self._note_place(row, extent)
+        else:
+            self._place(row, extent)
         self._state.counts["ssd_written_bytes"] += extent.length
         self._state.counts["ssd_plain_bytes"] += space.frame_bytes
         self._state.outbox.tell(

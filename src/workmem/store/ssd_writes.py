@@ -85,19 +85,22 @@ class WriteQueue:
         """`jobs` are durable at `extents`, or given up (None): unpin them and make them visible (R2)."""
         state = self._state
         with state.outbox:
-            for job, extent in zip(jobs, extents or [None] * len(jobs), strict=True):
-                if extent is None:
-                    state.counts["writes_given_up"] += extents is not None
-                    self._index.end_write(job.row, job.stamp)
-                else:
-                    self._index.admit(job.row, job.stamp, job.space, self._identity(job), extent)
-            state.writes_in_flight -= len(jobs)
-            if extents is not None:
-                rows = [job.row for job in jobs if self._catalog.is_same(job.row, job.stamp)]
-                state.advise(rows, loss=Loss.RELOAD)
-            for job in jobs:
-                state.write_ended(job.row, job.stamp)
-            state.unpin([job.frame for job in jobs])
+            try:
+                for job, extent in zip(jobs, extents or [None] * len(jobs), strict=True):
+                    if extent is None:
+                        state.counts["writes_given_up"] += extents is not None
+                        self._index.end_write(job.row, job.stamp)
+                    else:
+                        self._index.admit(job.row, job.stamp, job.space, self._identity(job), extent)
+                if extents is not None:
+                    rows = [job.row for job in jobs if self._catalog.is_same(job.row, job.stamp)]
+                    state.advise(rows, loss=Loss.RELOAD)
+            finally:
+                # Whatever it met: a frame that stays pinned could never be used again, and a flush would not end.
+                state.writes_in_flight -= len(jobs)
+                for job in jobs:
+                    state.write_ended(job.row, job.stamp)
+                state.unpin([job.frame for job in jobs])
 
     def retry(self, jobs: list[WriteJob]) -> None:
         """They failed and are tried once more, first."""

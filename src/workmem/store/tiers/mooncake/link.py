@@ -224,7 +224,7 @@ def _pin_ms(pin_s: float) -> int:
     """In steps, so that pages of one batch are put by few calls."""
     if pin_s <= 0:
         return 0
-    return 1000 * min(-(-int(pin_s + 1) // _PIN_STEP_S) * _PIN_STEP_S, _PIN_MAX_S)
+    return 1000 * min(-(-int(min(pin_s, _PIN_MAX_S) + 1) // _PIN_STEP_S) * _PIN_STEP_S, _PIN_MAX_S)
 
 
 def _sizes(replicas: Sequence[Any]) -> set[int]:

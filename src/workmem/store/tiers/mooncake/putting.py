@@ -25,6 +25,7 @@ _DEAD_OWNERS_MAX = 8
 ANYWHERE = "anywhere"
 """Where the master puts an object is its business: writes are left alone as one peer."""
 
+_MAY_BE_THERE = {PutResult.STORED, PutResult.TIMEOUT, PutResult.MASTER_AWAY}
 _AGAIN = {PutResult.NO_ROOM, PutResult.OWNER_DEAD}
 
 
@@ -48,6 +49,8 @@ class Putting:
         self._counts = counts
         self._pool = pool
         self._bytes_max = bytes_max
+        self._unwanted: set[str] = set()
+        """Objects that were put too late."""
 
     def put(
         self,
@@ -60,15 +63,12 @@ class Putting:
         Where `done` was answered for by somebody else meanwhile, nothing is told: the engine may have read pages that
         were other ones by then. Whoever heard of them would find out, and they are taken out of the pool again.
         """
-        new: list[int] = []
-        for index, place in enumerate(self._shelf.find([page.about.name for page in pages])):
-            if place is None or place.page.header_sum != pages[index].about.header_sum:
-                new.append(index)
-            else:
-                self._counts[f"put_{PutResult.ALREADY_THERE}"] += 1
-                done(index, Outcome.DONE)
+        if done.is_over:
+            return
+        new = self._new(pages, done)
         if not new:
             return
+        self._clear()
         groups = [pages[index].facts.group for index in new]
         runs = [
             [new[at] for at in run]
@@ -76,10 +76,15 @@ class Putting:
         ]
         objects = [self._object([pages[index] for index in run]) for run in runs]
         spans = [[span_of(pages[index].page, self._arena) for index in run] for run in runs]
-        results = self._results(objects, spans)
+        results = self._results(objects, spans, done)
         if done.is_over:
             self._counts["put_abandoned"] += len(objects)
-            self._link.remove([found.name for found, (_, peer) in zip(objects, results, strict=True) if peer])
+            self._unwanted.update(
+                found.name
+                for found, (result, _) in zip(objects, results, strict=True)
+                if result in _MAY_BE_THERE
+            )
+            self._clear()
             return
         kept: list[PoolObject] = []
         outcomes: list[Outcome] = []
@@ -95,6 +100,25 @@ class Putting:
             for index in run:
                 done(index, outcome)
 
+    def _new(self, pages: Sequence[PageOut], done: Answers) -> list[int]:
+        """Those that are not there yet; the others are DONE."""
+        new: list[int] = []
+        for index, place in enumerate(self._shelf.find([page.about.name for page in pages])):
+            if place is None or place.page.header_sum != pages[index].about.header_sum:
+                new.append(index)
+            else:
+                self._counts[f"put_{PutResult.ALREADY_THERE}"] += 1
+                done(index, Outcome.DONE)
+        return new
+
+    def _clear(self) -> None:
+        """Take out what may have other bytes than its name says, until that is done. Without a master: next time."""
+        names = list(self._unwanted)
+        removed = self._link.remove(names) if names else []
+        self._unwanted.difference_update(
+            name for name, is_gone in zip(names, removed, strict=True) if is_gone
+        )
+
     def _object(self, pages: Sequence[PageOut]) -> PoolObject:
         about = tuple(page.about for page in pages)
         facts = [page.facts for page in pages]
@@ -102,12 +126,14 @@ class Putting:
         return PoolObject(object_name(self._pool, about), about, group=facts[0].group, pin_s=pin_s)
 
     def _results(
-        self, objects: Sequence[PoolObject], spans: Sequence[Sequence[Span]]
+        self, objects: Sequence[PoolObject], spans: Sequence[Sequence[Span]], done: Answers
     ) -> list[tuple[PutResult, str | None]]:
         """Of each object, and the peer that has it."""
         if not self._peers.may_ask(ANYWHERE):
             return [(PutResult.OWNER_DEAD, None)] * len(objects)
-        results = self._tried(objects, spans)
+        results = self._tried(objects, spans, done)
+        if done.is_over:
+            return [(result, None) for result in results]
         stored = [at for at, result in enumerate(results) if result is PutResult.STORED]
         peers: dict[int, str | None] = dict(
             zip(stored, self._link.where([objects[at] for at in stored]), strict=True)
@@ -120,7 +146,9 @@ class Putting:
             for at, result in enumerate(results)
         ]
 
-    def _tried(self, objects: Sequence[PoolObject], spans: Sequence[Sequence[Span]]) -> list[PutResult]:
+    def _tried(
+        self, objects: Sequence[PoolObject], spans: Sequence[Sequence[Span]], done: Answers
+    ) -> list[PutResult]:
         results = self._link.put(objects, spans)
         until, pause, dead = time.monotonic() + DEADLINE_S, _FIRST_PAUSE_S, 0
         while again := [at for at, result in enumerate(results) if result in _AGAIN]:
@@ -129,6 +157,8 @@ class Putting:
                 break
             self._counts["put_retries"] += len(again)
             time.sleep(pause)
+            if done.is_over:
+                break
             pause = min(2 * pause, _LAST_PAUSE_S)
             tried = self._link.put([objects[at] for at in again], [spans[at] for at in again])
             for at, result in zip(again, tried, strict=True):

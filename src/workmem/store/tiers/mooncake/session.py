@@ -101,29 +101,34 @@ class Session:
             answers.rest(Outcome.REFUSED)
             return
 
+        # From now on: also who waits in the lane has only so long, and its pages may be others after that.
+        late = threading.Timer(ABANDON_S, self._abandon, (answers,))
+        late.daemon = True
+        late.start()
+
         def run() -> None:
-            late = threading.Timer(ABANDON_S, self._abandon, (answers,))
-            late.daemon = True
-            late.start()
             try:
-                self._closing_up.run(need, lambda kept, gone: self._tell(entry_of(kept, gone)))
+                if not answers.is_over:
+                    self._closing_up.run(need, lambda kept, gone: self._tell(entry_of(kept, gone)))
                 self._putting.put(pages, answers, self._tell_kept)
             finally:
                 late.cancel()
 
-        self._write(run, answers)
+        # Who waits behind a call that does not end: not now. A master that is away is told by the calls themselves.
+        self._write(run, answers, given_up=Outcome.REFUSED)
 
     def _abandon(self, answers: Answers) -> None:
         """A host that lost its power holds a call for a minute. The pages stay where they are, and reads go on."""
-        if self._peers.failed(ANYWHERE):
+        if not answers.is_over and self._peers.failed(ANYWHERE):
             log.warning("a host of the pool takes nothing and says nothing; nothing is put for a while")
         answers.rest(Outcome.REFUSED)
 
     def drop(self, names: Sequence[PageName], answers: Answers) -> None:
         """See `Tier.drop`."""
-        self._write(lambda: self._drop(names, answers), answers)
+        # Given up it has failed: what is to go must not be taken for gone.
+        self._write(lambda: self._drop(names, answers), answers, given_up=Outcome.FAILED)
 
-    def _write(self, run: Callable[[], None], answers: Answers) -> None:
+    def _write(self, run: Callable[[], None], answers: Answers, *, given_up: Outcome) -> None:
         def guarded() -> None:
             try:
                 run()
@@ -131,8 +136,7 @@ class Session:
                 log.warning("%s", error)
             answers.rest(Outcome.FAILED)
 
-        # Who waits behind a call that does not end: not now. A master that is away is told by the calls themselves.
-        self._writes.submit(Job("write", guarded, lambda: answers.rest(Outcome.REFUSED)))
+        self._writes.submit(Job("write", guarded, lambda: answers.rest(given_up)))
 
     def _tell_kept(self, kept: Sequence[PoolObject]) -> None:
         for found in kept:

@@ -107,6 +107,34 @@ def test_other_calls_are_not_gone_on_with(other):
         rest_of(sent, call(0, *other))
 
 
+@pytest.mark.parametrize(
+    "sent",
+    [[call(0, "f")], [call(0, "f", "{")], [call(0, "f"), call(0, "", "{")], [call(0, "", "{")]],
+)
+def test_a_call_does_not_become_one_of_another_function(sent):
+    with pytest.raises(Diverged):
+        rest_of(sent_of(*sent), call(0, "fgh", "{}"))
+    with pytest.raises(Diverged):
+        rest_of(sent_of(*sent), call(0, "f"), call(0, "gh", "{}"))
+
+
+def test_a_name_may_come_again_in_pieces_but_before_its_arguments():
+    sent = sent_of(call(0, "look", "{"))
+    (out,) = rest_of(sent, call(0, "lo"), call(0, "ok"), call(0, "", "{}"))
+    assert out["choices"][0]["delta"]["tool_calls"] == [{"index": 0, "function": {"arguments": "}"}}]
+    with pytest.raises(Diverged):
+        rest_of(sent, call(0, "lo", "{}"), call(0, "ok"))
+    # Of a call that had nothing but its id, the name is new.
+    (out,) = rest_of(sent_of(call(0, id="call_1")), call(0, "look", "{}"))
+    assert out["choices"][0]["delta"]["tool_calls"][0]["function"] == {"name": "look", "arguments": "{}"}
+
+
+def test_another_choice_is_not_gone_on_with():
+    other = {"id": "b", "choices": [{"index": 1, "delta": {"content": "Hello"}, "finish_reason": None}]}
+    with pytest.raises(Diverged):
+        rest_of(sent_of(chunk({"content": "Hello"})), other)
+
+
 def test_reasoning_and_text_are_told_apart():
     sent = sent_of(chunk({"reasoning_content": "hm"}), chunk({"content": "A"}))
     out = rest_of(sent, chunk({"reasoning_content": "hm"}), chunk({"content": "AB"}))

@@ -104,6 +104,8 @@ class Replay:
         self._sent = sent
         self._texts = {field: text for field, text in sent.texts.items() if text}
         self._calls = {index: [name, arguments] for index, (name, arguments) in sent.calls.items()}
+        # Nobody can tell whether a name is over: of what was begun none is made longer.
+        self._is_named = {index for index, parts in self._calls.items() if any(parts)}
 
     def trim(self, body: dict[str, Any]) -> dict[str, Any] | None:
         """What is new of an event, under the first answer's id; None for nothing. Raises Diverged."""
@@ -132,7 +134,7 @@ class Replay:
         return None if self._sent.has_usage else body
 
     def _trim_choice(self, choice: Any) -> dict[str, Any] | None:
-        if not isinstance(choice, dict):
+        if not isinstance(choice, dict) or choice.get("index") not in (None, 0):
             raise Diverged("it is no answer that is understood")
         before = _said(choice)
         said = self._trim_said(before)
@@ -179,20 +181,23 @@ class Replay:
         if index not in self._calls:
             return entry
         left = self._calls[index]
-        for place, piece in enumerate((name, arguments)):
-            count = min(len(left[place]), len(piece))
-            if piece[:count] != left[place][:count]:
-                raise Diverged("its tool calls are others")
-            left[place] = left[place][count:]
-            if place == 0:
-                name = piece[count:]
-            else:
-                arguments = piece[count:]
+        name, left[0] = _cut(name, left[0])
+        if (name and index in self._is_named) or (arguments and left[0]):
+            raise Diverged("it calls another function")
+        arguments, left[1] = _cut(arguments, left[1])
         if not name and not arguments:
             return None
         # Its id is another one each time; the client has the first.
         function = ({"name": name} if name else {}) | {"arguments": arguments}
         return {"index": index, "function": function}
+
+
+def _cut(piece: str, expected: str) -> tuple[str, str]:
+    """What of `piece` is new, and what of `expected` has not come. Raises Diverged where they differ."""
+    count = min(len(expected), len(piece))
+    if piece[:count] != expected[:count]:
+        raise Diverged("its tool calls are others")
+    return piece[count:], expected[count:]
 
 
 def data_of(events: bytes) -> Iterator[bytes]:

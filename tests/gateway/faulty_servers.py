@@ -9,6 +9,12 @@ DIE_HALF = "die_half"
 """It breaks in the middle of the body: of a stream, in the middle of an event behind `pieces[die_after - 1]`."""
 DIE_HEADERS = "die_headers"
 """It breaks after the headers, before any of the body."""
+END_EARLY = "end_early"
+"""A stream ends there too, but as any other ends: its connection says nothing of a death."""
+END_HALF = "end_half"
+"""The same, in the middle of the next event."""
+SAY_FAILED = "say_failed"
+"""It goes on with an error event of code 500 there, and the event that ends all streams."""
 HANG = "hang"
 """No answer for a long time."""
 
@@ -46,6 +52,11 @@ class Standin:
         self.running = 0
         self.dropped = 0
         """Requests whose client left."""
+
+    @property
+    def failed_events(self):
+        error = {"message": f"by {self.model}", "type": "InternalServerError", "param": None, "code": 500}
+        return f"data: {json.dumps({'error': error})}\n\ndata: [DONE]\n\n".encode()
 
     @property
     def bodies(self):
@@ -122,6 +133,10 @@ class Standin:
             return
         events = self._events(body)
         for number, event in enumerate(events):
+            if number == self.die_after and fault in (END_EARLY, END_HALF, SAY_FAILED):
+                end = {END_EARLY: b"", END_HALF: event[: len(event) // 2], SAY_FAILED: self.failed_events}
+                await send({"type": "http.response.body", "body": end[fault]})
+                return
             is_last = fault == DIE_HALF and number == self.die_after
             await send(
                 {

@@ -3,7 +3,16 @@
 import json
 
 import pytest
-from tests.gateway.faulty_servers import DIE_FIRST, DIE_HALF, DIE_HEADERS, HANG, Standin
+from tests.gateway.faulty_servers import (
+    DIE_FIRST,
+    DIE_HALF,
+    DIE_HEADERS,
+    END_EARLY,
+    END_HALF,
+    HANG,
+    SAY_FAILED,
+    Standin,
+)
 from tests.gateway.fleets import fleet_of, text_of
 
 WHOLE = "Hello there, friend."
@@ -43,6 +52,87 @@ def test_a_generation_whose_server_dies_is_answered_by_another(seats, wire_to, f
         else:
             assert fleet.readings()["repeated_total"] == 1
         assert fleet.readings()['events_total{type="requestmoved"}'] == 1
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_server_whose_engine_died_is_answered_for_by_another(seats, wire_to, is_stream):
+    standins = [Standin(), Standin(), Standin()]
+    with fleet_of(seats, wire_to, *standins, tries_max=2) as fleet:
+        first, *others = order_of(fleet, standins)
+        first.status = 500
+        status, answer = fleet.chat(headers=SESSION, stream=is_stream)
+        assert status == 200
+        assert (text_of(answer)[0] if is_stream else answer["choices"][0]["message"]["content"]) == WHOLE
+        assert fleet.readings()["repeated_total"] == 1
+        assert (fleet.last()["status"], len(first.asked)) == (200, 1)
+        # The last one's own words are the answer, of as many servers as may be asked.
+        for number, one in enumerate(others):
+            one.status = 503 + number
+            one.asked.clear()
+        asked = sum(len(one.asked) for one in standins)
+        status, answer = fleet.chat(headers=SESSION, stream=is_stream)
+        assert (status, answer["error"]["code"]) == (
+            others[0].status if others[0].asked[1:] else 504,
+            "made_up",
+        )
+        assert sum(len(one.asked) for one in standins) == asked + 2
+        assert fleet.readings()["repeated_total"] == 2
+        assert fleet.readings()['bound_reached_total{name="upstream.tries"}'] == 1
+        # What is no generation may have begun.
+        status, _, answer = fleet.front.post("/v1/files", {"model": "m"}, SESSION)
+        assert (status, sum(len(one.asked) for one in standins)) == (500, asked + 3)
+        assert not any(one["running"] for one in fleet.servers())
+
+
+def test_a_5xx_is_the_answer_where_the_others_do_not_answer_at_all(seats, wire_to):
+    standins = [Standin(), Standin()]
+    with fleet_of(seats, wire_to, *standins) as fleet:
+        first, second = order_of(fleet, standins)
+        first.status, second.fault = 500, DIE_FIRST
+        status, body = fleet.chat(headers=SESSION)
+        assert (status, body["error"]["code"]) == (500, "made_up")
+
+
+@pytest.mark.parametrize(
+    ("fault", "die_after"),
+    [(END_HALF, 0), (SAY_FAILED, 0), *((fault, 3) for fault in (END_EARLY, END_HALF, SAY_FAILED))],
+)
+def test_a_stream_whose_server_fails_in_good_order_goes_on(seats, wire_to, fault, die_after):
+    standins = [Standin(), Standin("Hello th", "ere", ", friend."), Standin()]
+    with fleet_of(seats, wire_to, *standins, tries_max=3) as fleet:
+        first, *others = order_of(fleet, standins)
+        first.fault, first.die_after = fault, die_after
+        text, ids, end = text_of(fleet.chat(headers=SESSION, stream=True)[1])
+        assert (text, len(ids), end) == (WHOLE, 1, True)
+        # Nor does it end with the second one that fails so, but with the last.
+        for one in others:
+            one.fault, one.die_after = fault, 2
+        others[0].pieces = others[1].pieces = list(first.pieces)
+        text, ids, end = text_of(fleet.chat(headers=SESSION, stream=True)[1])
+        assert (bool(text) and WHOLE.startswith(text), end) == (True, "upstream_error")
+        assert sum(len(one.asked) for one in standins) == 2 + 3
+
+
+@pytest.mark.parametrize("fault", [END_EARLY, END_HALF])
+def test_a_lone_stream_that_ends_too_early_ends_with_an_error(seats, wire_to, fault):
+    lone = Standin()
+    with fleet_of(seats, wire_to, lone) as fleet:
+        lone.fault, lone.die_after = fault, 3
+        for fields in ({}, {"n": 2}, {"temperature": 1}):
+            answer = fleet.chat(stream=True, **fields)[1]
+            assert text_of(answer)[::2] == ("Hello there", "upstream_error")
+            assert all(json.loads(one[6:]) for one in answer.decode().split("\n\n") if one.strip())
+
+
+def test_a_server_that_says_it_failed_is_quoted_where_nobody_goes_on(seats, wire_to):
+    lone = Standin()
+    with fleet_of(seats, wire_to, lone) as fleet:
+        lone.fault, lone.die_after = SAY_FAILED, 3
+        for fields in ({}, {"temperature": 1}):
+            answer = fleet.chat(stream=True, **fields)[1]
+            assert answer == b"".join(lone._events({"messages": []})[:3]) + lone.failed_events
+        lone.die_after = 99
+        assert text_of(fleet.chat(stream=True)[1])[::2] == (WHOLE, True)
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workmem.gateway.sent import Diverged, Replay, Sent
+from workmem.gateway.sent import Course, Diverged, Replay, Sent, before_failure, is_half
 
 
 def chunk(delta=None, finish=None, ident="first", **fields):
@@ -198,6 +198,58 @@ def test_bytes_that_are_no_json_are_not_gone_on_with():
 
 def test_the_end_is_seen():
     sent = sent_of(chunk({"content": "Hi"}))
-    assert not sent.is_done
+    assert not sent.course.is_done
     sent.see(b"data: [DONE]\n\n")
-    assert sent.is_done
+    assert sent.course.is_done
+
+
+@pytest.mark.parametrize(
+    ("data", "is_cut"),
+    [
+        (chunk({"content": "a"}), True),
+        (chunk({"content": '"finish_reason": "stop", "error": {}'}), True),
+        (chunk({}, "stop"), False),
+        (chunk({}, ""), True),
+        ({"choices": [], "usage": {}}, False),
+        ({"choices": [{"text": "a"}], "error": None}, True),
+    ],
+)
+@pytest.mark.parametrize("tight", [True, False])
+def test_a_stream_that_began_and_does_not_say_why_it_ends_is_cut(data, is_cut, tight):
+    course = Course()
+    course.see(json.dumps(data, separators=(",", ":") if tight else None).encode())
+    assert course.is_cut is is_cut
+    for end in (b"[DONE]", b'{"error": {"message": "x"}}'):
+        course = Course()
+        course.see(json.dumps(chunk({"content": "a"})).encode())
+        course.see(end)
+        assert not course.is_cut
+
+
+@pytest.mark.parametrize(
+    ("error", "is_failure"),
+    [
+        ({"error": {"code": 500}}, True),
+        ({"error": {"code": "503"}}, True),
+        ({"error": {"code": 400}}, False),
+        ({"error": {"code": "upstream_error"}}, False),
+        ({"error": {"code": 500}, "choices": [{"text": "a"}]}, False),
+        ({"error": "500"}, False),
+        ({"error": {"code": 50000}}, False),
+    ],
+)
+@pytest.mark.parametrize("head", [b"", b"event: error\r\n", b"event: error\n"])
+def test_a_failure_is_cut_off_with_all_of_its_event(error, is_failure, head):
+    gap = b"\r\n\r\n" if b"\r" in head else b"\n\n"
+    first = b"data: " + json.dumps(chunk({"content": "a"})).encode() + gap
+    last = head + b"data: " + json.dumps(error).encode() + gap
+    done = b"data: [DONE]" + gap
+    assert before_failure(first + last + done) == (first if is_failure else first + last + done)
+    assert before_failure(last) == (b"" if is_failure else last)
+
+
+def test_half_an_event_is_told_from_one_without_its_blank_line():
+    for whole in (b"data: [DONE]", b'data: {"a": 1}\n', b'data: {"a"\n\n', b"data: {}\r\n\r\n"):
+        assert not is_half(whole)
+    for half in (b'data: {"a"', b"dat"):
+        assert is_half(half)

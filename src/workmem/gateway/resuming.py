@@ -13,14 +13,34 @@ import aiohttp
 
 from workmem.core.events import RequestMoved
 from workmem.gateway.sending import AHEAD_BYTES_MAX, Hop
-from workmem.gateway.sent import Diverged, Replay, Sent, data_of, decoded
+from workmem.gateway.sent import (
+    Course,
+    Diverged,
+    Replay,
+    Sent,
+    before_failure,
+    data_of,
+    decoded,
+    is_half,
+)
 from workmem.gateway.sse import DONE, event
 from workmem.gateway.upstream_metrics import UpstreamMetrics
 
 log = logging.getLogger("workmem.gateway")
 
+_CUT = "its stream ended before its answer"
 Again = Callable[[], Awaitable[Hop | None]]
 """Asks the next server; None where there is none, or none may be asked."""
+
+
+class _SaidItFailed(aiohttp.ClientError):
+    """The server lives, and says that what computes behind it does not."""
+
+    def __init__(self, words: bytes, behind: AsyncGenerator[bytes]) -> None:
+        super().__init__("it says that it failed")
+        self.words = words
+        self.behind = behind
+        """What comes behind its words."""
 
 
 class SteadyStream:
@@ -38,21 +58,26 @@ class SteadyStream:
 
     async def chunks(self) -> AsyncGenerator[bytes]:
         """Whole events, byte for byte as long as nobody dies. Raises what the last server broke off with."""
-        events = whole_events(self._hop.chunks())
+        events = _to_the_end(self._hop, self._sent.course)
         while True:
             try:
                 async for data in events:
                     self._sent.see(data)
                     yield data
             except (aiohttp.ClientError, TimeoutError) as error:
-                if self._sent.is_done:
+                if self._sent.course.is_done:
                     return
                 log.warning("upstream %s broke off in a stream: %s", self._hop.server.url, error)
                 hop = await self._next()
-                if hop is None:
+                if hop is not None:
+                    self._hop.close()
+                    self._hop, self._failure = hop, error
+                    events = self._rest(hop)
+                elif isinstance(error, _SaidItFailed) and self._failure is None:
+                    # Its own words, and what it sends behind them, tell more than ours.
+                    events = _quoted(error)
+                else:
                     raise
-                self._hop, self._failure = hop, error
-                events = self._rest(hop)
             except Diverged as error:
                 log.warning("a stream cannot go on at %s: %s", self._hop.server.url, error)
                 self._count("other_text")
@@ -66,7 +91,6 @@ class SteadyStream:
 
     async def _next(self) -> Hop | None:
         """Who goes on; None where nobody may or can."""
-        self._hop.close()
         if self._sent.is_lost:
             self._count("not_repeatable")
             return None
@@ -81,14 +105,13 @@ class SteadyStream:
 
     async def _rest(self, hop: Hop) -> AsyncGenerator[bytes]:
         """What of `hop`'s answer was not sent yet. Raises Diverged, or what it broke off with."""
-        replay = Replay(self._sent)
-        is_ended = False
-        async for events in whole_events(hop.chunks()):
+        replay, course = Replay(self._sent), Course()
+        async for events in _to_the_end(hop, course):
             out: list[bytes] = []
             for data in data_of(events):
+                course.see(data)
                 if data == DONE[5:].strip():
                     replay.end()
-                    is_ended = True
                     out.append(DONE)
                     continue
                 body = decoded(data)
@@ -99,8 +122,30 @@ class SteadyStream:
                     out.append(event(rest))
             if out:
                 yield b"".join(out)
-        if not is_ended:
+        if not course.is_done:
             replay.end()
+
+
+async def _quoted(failure: _SaidItFailed) -> AsyncGenerator[bytes]:
+    yield failure.words
+    async for events in failure.behind:
+        yield events
+
+
+async def _to_the_end(hop: Hop, course: Course) -> AsyncGenerator[bytes]:
+    """Its whole events, of which `course` hears. Raises what it broke off with, also where that looks like an end."""
+    behind = whole_events(hop.chunks())
+    async for events in behind:
+        # What is larger is cut where it is, and more of it comes.
+        if len(events) <= AHEAD_BYTES_MAX and is_half(events) and not course.is_ended:
+            raise aiohttp.ClientPayloadError(_CUT)
+        before = before_failure(events)
+        if before:
+            yield before
+        if len(before) < len(events):
+            raise _SaidItFailed(events[len(before) :], behind)
+    if course.is_cut:
+        raise aiohttp.ClientPayloadError(_CUT)
 
 
 async def whole_events(chunks: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:

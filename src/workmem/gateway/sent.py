@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,10 +11,35 @@ import msgspec
 _TEXTS = ("content", "reasoning_content", "reasoning", "refusal", "text")
 _KEPT_BYTES_MAX = 4 * 1024 * 1024
 _DONE = b"[DONE]"
+_BEGIN = re.compile(rb'"choices"\s*:\s*\[\s*\{')
+# In a text these quotes have backslashes before them.
+_END = re.compile(rb'"(?:finish_reason|error)"\s*:\s*(?!null|"")\S')
 
 
 class Diverged(Exception):
     """Another answer is not what was sent."""
+
+
+class Course:
+    """How far a stream has come, whatever is in it."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+        """Whether the last event has passed."""
+        self.is_ended = False
+        """Whether it said why it ends."""
+        self.is_begun = False
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether something is missing if it ends now: of a dead server's connection the end may look like any other."""
+        return self.is_begun and not self.is_ended
+
+    def see(self, data: bytes) -> None:
+        """The data of an event passes."""
+        self.is_done = self.is_done or data == _DONE
+        self.is_begun = self.is_begun or _BEGIN.search(data) is not None
+        self.is_ended = self.is_ended or self.is_done or _END.search(data) is not None
 
 
 class Sent:
@@ -25,8 +51,7 @@ class Sent:
         self.has_role = False
         self.finish: str | None = None
         self.has_usage = False
-        self.is_done = False
-        """Whether the last event is out."""
+        self.course = Course()
         self.is_lost = not is_single
         self._is_exact = is_exact
         self._texts: dict[str, list[str]] = {}
@@ -49,9 +74,8 @@ class Sent:
         if self._kept_bytes > _KEPT_BYTES_MAX:
             self.is_lost = True
         for data in data_of(events):
-            if data == _DONE:
-                self.is_done = True
-            elif not self.is_lost:
+            self.course.see(data)
+            if data != _DONE and not self.is_lost:
                 self._see(decoded(data))
 
     def _see(self, body: dict[str, Any] | None) -> None:
@@ -214,6 +238,35 @@ def decoded(data: bytes) -> dict[str, Any] | None:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def before_failure(events: bytes) -> bytes:
+    """Those before the one that says that the server failed; all where none does."""
+    place = begin = 0
+    # Nearly all have no such word, and there is one per token.
+    lines = events.splitlines(keepends=True) if b'"error"' in events else []
+    for line in lines:
+        place += len(line)
+        if not line.strip():
+            begin = place
+        elif line.startswith(b"data:") and _is_failure(decoded(line[5:].strip())):
+            return events[:begin]
+    return events
+
+
+def _is_failure(body: dict[str, Any] | None) -> bool:
+    """Whether an event says nothing but that the server failed: an `error` whose code is a status of 500 or more."""
+    error = None if body is None or body.get("choices") else body.get("error")
+    code = str(error.get("code")) if isinstance(error, dict) else ""
+    return len(code) == 3 and code.isdecimal() and code >= "500"
+
+
+def is_half(events: bytes) -> bool:
+    """Whether the last event lacks its end. Some servers leave out the blank line behind the last one."""
+    if events.endswith((b"\n\n", b"\r\n\r\n")):
+        return False
+    data = list(data_of(events))
+    return not data or (data[-1] != _DONE and decoded(data[-1]) is None)
 
 
 def _said(choice: dict[str, Any]) -> dict[str, Any]:

@@ -60,6 +60,25 @@ def test_the_prefill_body_makes_the_same_prompt_and_one_token():
 
 
 @pytest.mark.parametrize(
+    ("params", "kept"),
+    [
+        (
+            {"workmem": {"actions": [{"action_type": "Pin"}]}, "kv_hints": {}, "more": [1, 2.50]},
+            {"more": [1, 2.5]},
+        ),
+        ({"workmem": {"session_id": "s"}}, None),
+        ({"more": {"workmem": 1}}, {"more": {"workmem": 1}}),
+        ({}, {}),
+    ],
+)
+def test_what_is_to_be_kept_is_not_said_to_the_prefill_server(params, kept):
+    body = {"prompt": "x", "max_tokens": 9, "kv_hints": {"actions": []}, "kv_transfer_params": params}
+    out = json.loads(prefill_body(json.dumps(body).encode()))
+    wanted = {} if kept is None else {"kv_transfer_params": kept}
+    assert out == {"prompt": "x", "max_tokens": 1, "stream": False} | wanted
+
+
+@pytest.mark.parametrize(
     ("given", "sent"),
     [("auto", "auto"), ("none", "none"), (None, None), ("required", "none"), ({"type": "function"}, "none")],
 )
@@ -101,6 +120,9 @@ def test_the_limit_has_the_name_that_the_client_uses(limits, expected):
         (CHAT, {"max_completion_tokens": 1}, "one_token"),
         (TEXT, {"prompt": "x", "echo": True}, "prompt_is_answered"),
         (CHAT, {"prompt_logprobs": 1}, "prompt_is_answered"),
+        (CHAT, {"prompt_logprobs": 0}, "prompt_is_answered"),
+        (CHAT, {"prompt_logprobs": None}, ""),
+        (CHAT, {"prompt_logprob_token_ids": [7]}, "prompt_is_answered"),
         (CHAT, {"workmem": {"reuse": False}}, "reuse_off"),
         (CHAT, {"workmem": {"reuse": True}}, ""),
         (CHAT, {"kv_transfer_params": "x"}, "client_params"),

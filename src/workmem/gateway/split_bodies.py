@@ -11,7 +11,7 @@ GENERATIONS = ("/v1/chat/completions", "/v1/completions")
 """Paths that generate from a prompt and change nothing."""
 PARAMS = "kv_transfer_params"
 
-# Not needed to compute a prompt, or forbidden with one token; none of them changes the prompt.
+# Not needed to compute a prompt, forbidden with one token, or meant for the decode server; none of them changes the prompt.
 _DROPPED = frozenset(
     [
         "stream",
@@ -32,8 +32,12 @@ _DROPPED = frozenset(
         "regex",
         "ebnf",
         "grammar",
+        "kv_hints",
     ]
 )
+_OF_PROMPT = ("prompt_logprobs", "prompt_logprob_token_ids")
+_HINTS = ("workmem", "kv_hints")
+"""Within `kv_transfer_params`: what is to be kept is said to the server that the session comes back to."""
 _LIMITS = ("max_tokens", "max_completion_tokens")
 
 
@@ -50,7 +54,9 @@ def why_whole(path: str, body: Mapping[str, Any]) -> str:
     if any(body.get(name) in (0, 1) for name in _LIMITS):
         return "one_token"
     # What they ask for is computed with the prompt, by whoever answers.
-    if any(body.get(name) for name in ("echo", "prompt_logprobs", "use_beam_search", "suffix")):
+    is_answered = any(body.get(name) for name in ("echo", "use_beam_search", "suffix"))
+    # Their zero and their empty list ask for something too.
+    if is_answered or any(body.get(name) is not None for name in _OF_PROMPT):
         return "prompt_is_answered"
     extension = body.get("workmem")
     if isinstance(extension, dict) and extension.get("reuse") is False:
@@ -69,6 +75,12 @@ def prefill_body(body: bytes) -> bytes:
     if fields.get("tool_choice", b'"auto"') not in (b'"auto"', b'"none"', b"null"):
         # A forced call costs a grammar. Without a word, vLLM would take it for "auto", which it refuses by default.
         fields["tool_choice"] = b'"none"'
+    if PARAMS in fields:
+        params = _fields(fields[PARAMS])
+        if kept := {name: value for name, value in params.items() if name not in _HINTS}:
+            fields[PARAMS] = _joined(kept)
+        elif params:
+            del fields[PARAMS]
     return _joined(fields | {"stream": b"false"} | dict.fromkeys(limits, b"1"))
 
 

@@ -71,7 +71,7 @@ def test_completions_are_split_too_and_what_the_client_says_to_the_engine_is_kep
     (sent,) = pair[1].bodies
     handoff = {"tokens": 1234, "wait_s": 2.0}
     assert sent["kv_transfer_params"] == own | {"workmem": {"session": "a", "handoff": handoff}}
-    assert pair[0].bodies[0]["kv_transfer_params"] == own
+    assert pair[0].bodies[0]["kv_transfer_params"] == {"more": [1]}
 
 
 @pytest.mark.parametrize(
@@ -139,6 +139,51 @@ def test_a_prefill_server_that_is_slow_is_given_up_and_spared(pair, seats, wire_
             pauses.append(server.no_prefill_until - begun)
         assert pauses[0] > 1.9 * 5.0
         assert pauses[1] > 1.5 * pauses[0]
+
+
+def test_hops_that_fail_at_once_are_one_failure(pair, seats, wire_to, until):
+    pair[0].status, pair[0].delay_s = 500, 0.5
+    with fleet_of(seats, wire_to, *pair, roles=("prefill", "decode"), split="always") as fleet:
+        server = fleet.app.state.servers[0]
+        threads = [Thread(target=fleet.chat) for _ in range(4)]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join(10)
+        assert len(pair[0].asked) == 4
+        assert server.prefill_failures == 1
+        assert server.no_prefill_until - time.monotonic() <= 5.0
+        server.no_prefill_until = 0.0
+        fleet.chat()
+        assert server.prefill_failures == 2
+        assert server.no_prefill_until - time.monotonic() > 5.0
+
+
+@pytest.mark.parametrize("spoil", [{"status": 400}, {"has_usage": False}])
+def test_a_prefill_server_that_is_of_no_use_is_spared_after_three_times(pair, seats, wire_to, spoil):
+    prefill = pair[0]
+    with fleet_of(seats, wire_to, *pair, roles=("prefill", "decode"), split="always") as fleet:
+        server = fleet.app.state.servers[0]
+
+        def asked(times):
+            before = len(prefill.asked)
+            for _ in range(times):
+                assert fleet.chat()[0] == 200
+            return len(prefill.asked) - before
+
+        for name, value in spoil.items():
+            setattr(prefill, name, value)
+        assert asked(2) == 2
+        prefill.status, prefill.has_usage = 200, True
+        assert asked(1) == 1
+        for name, value in spoil.items():
+            setattr(prefill, name, value)
+        assert asked(4) == 3
+        assert fleet.last()["split"]["reason"] == "no_prefill_server"
+        assert 0 < server.no_prefill_until - time.monotonic() <= 5.0
+        # It is tried once more, and not three times.
+        server.no_prefill_until = 0.0
+        assert asked(2) == 1
 
 
 def test_an_error_of_the_request_is_told_by_the_decode_server(fleet, pair):

@@ -98,7 +98,7 @@ def _seen(server: UpstreamServer, now: float) -> SeenServer:
         url=server.url,
         role=server.role,
         running=server.in_flight,
-        is_up=not server.is_down(now),
+        is_up=server.is_well(now),
         is_changeable=server.is_changeable,
         is_draining=server.next_role is not None,
     )

@@ -92,7 +92,7 @@ class Roles:
     def _require_others(self, server: UpstreamServer) -> None:
         """Somebody who is up must be left to answer, for each model that `server` has."""
         now = time.monotonic()
-        others = [one for one in self._servers if one is not server and one.decodes and not one.is_down(now)]
+        others = [one for one in self._servers if one is not server and one.decodes and one.is_well(now)]
         alone = [name for name in server.models if not any(name in one.models for one in others)]
         if alone or not others:
             what = f" with {', '.join(sorted(alone))[:256]}" if others else ""

@@ -40,6 +40,10 @@ class UpstreamServer:
         """It failed in a prefill a moment ago."""
         self.prefill_failures = 0
         """In a row."""
+        self.spared_at = 0.0
+        """When it was last found to fail there, on the monotonic clock."""
+        self.prefill_useless = 0
+        """Answers in a row that did not say what was computed."""
         self.in_flight = 0
         self.down_until = 0.0
         self.models: dict[str, dict[str, Any]] = {}
@@ -72,6 +76,10 @@ class UpstreamServer:
     def is_down(self, now: float) -> bool:
         """Whether it refused a connection a moment ago."""
         return now < self.down_until
+
+    def is_well(self, now: float) -> bool:
+        """Whether it answered when it was last asked: one that is not down any more may still not be up."""
+        return not self.is_down(now) and not self.last_error
 
     def weight(self, affinity: str) -> int:
         """Rendezvous weight: each key ranks the servers its own way, and keeps the ranking of those left."""

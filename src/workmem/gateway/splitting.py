@@ -29,6 +29,8 @@ from workmem.policy.disaggregation import PrefillSide, Prospect, Terms, Verdict,
 log = logging.getLogger("workmem.gateway")
 
 _PAUSES_MAX = 8
+_USELESS_MAX = 3
+"""Answers in a row that do not say what was computed."""
 
 
 class Split(msgspec.Struct, kw_only=True):
@@ -176,37 +178,55 @@ class Splitter:
 
     async def _ask(self, prefill: UpstreamServer, request: Outgoing) -> UsagePeek | str:
         """What the answer said of itself, with its usage; else what failed."""
+        begun = time.monotonic()
         try:
             async with asyncio.timeout(self._config.prefill_timeout_s):
                 found = await self._sender.send(prefill, request)
         except TimeoutError:
             # Whoever comes next would wait as long for nothing.
-            self._spare(prefill, self._config.prefill_timeout_s)
+            self._spare(prefill, self._config.prefill_timeout_s, begun)
             return "prefill_slow"
         if isinstance(found, Failed):
-            self._spare(prefill, self._config.retry_after_s)
+            self._spare(prefill, self._config.retry_after_s, begun)
             return f"prefill_{found.kind}"
         return self._read(prefill, found)
 
     def _read(self, prefill: UpstreamServer, hop: Hop) -> UsagePeek | str:
         try:
             if hop.answer.status >= 500:
-                self._spare(prefill, self._config.retry_after_s)
+                self._spare(prefill, self._config.retry_after_s, hop.sent)
                 return "prefill_5xx"
             if hop.answer.status != 200:
                 # What is wrong with the request, if anything is, the decode server tells the client.
+                self._count_useless(prefill)
                 return "prefill_4xx"
             peek = UsagePeek(hop.answer.headers.get("content-type", ""))
             peek.feed(hop.ahead)
             peek.close()
-            is_told = hop.is_whole and peek.usage is not None and peek.usage.prompt_tokens > 0
-            prefill.prefill_failures = 0
-            return peek if is_told else "prefill_without_usage"
+            if not hop.is_whole or peek.usage is None or peek.usage.prompt_tokens <= 0:
+                self._count_useless(prefill)
+                return "prefill_without_usage"
+            prefill.prefill_failures = prefill.prefill_useless = 0
+            return peek
         finally:
             hop.close()
 
-    def _spare(self, prefill: UpstreamServer, seconds: float) -> None:
-        """Leave it alone for a while, and each time it fails again for twice as long, `_PAUSES_MAX` times at most."""
-        pause = max(seconds, self._config.retry_after_s) * min(_PAUSES_MAX, 2**prefill.prefill_failures)
-        prefill.prefill_failures = min(prefill.prefill_failures + 1, _PAUSES_MAX)
-        prefill.no_prefill_until = max(prefill.no_prefill_until, time.monotonic() + pause)
+    def _count_useless(self, prefill: UpstreamServer) -> None:
+        """It computes, and nobody has anything of it."""
+        prefill.prefill_useless += 1
+        if prefill.prefill_useless >= _USELESS_MAX:
+            until = time.monotonic() + self._config.retry_after_s
+            prefill.no_prefill_until = max(prefill.no_prefill_until, until)
+
+    def _spare(self, prefill: UpstreamServer, seconds: float, begun: float) -> None:
+        """Leave it alone for a while, and each time it fails again for twice as long, `_PAUSES_MAX` times at most.
+
+        Hops that were on their way when it failed are no other time.
+        """
+        now = time.monotonic()
+        if begun >= prefill.spared_at:
+            prefill.prefill_failures = min(prefill.prefill_failures + 1, _PAUSES_MAX)
+            prefill.spared_at = now
+        times = min(_PAUSES_MAX, 2 ** max(0, prefill.prefill_failures - 1))
+        pause = max(seconds, self._config.retry_after_s) * times
+        prefill.no_prefill_until = max(prefill.no_prefill_until, now + pause)

@@ -9,7 +9,8 @@ from tests.gateway.fleets import FRONT, fleet_of
 
 from workmem.core.errors import ConfigError
 from workmem.gateway.config import UpstreamConfig
-from workmem.gateway.role_keeping import Recent
+from workmem.gateway.role_keeping import Recent, _seen
+from workmem.gateway.servers import UpstreamServer
 
 
 @pytest.fixture
@@ -106,7 +107,10 @@ def test_somebody_means_somebody_who_is_up_and_has_the_model(seats, wire_to):
     with fleet_of(seats, wire_to, *alike) as fleet:
         fleet.app.state.servers[1].down_until = float("inf")
         assert change(fleet, 0, "prefill")[0] == 409
-        fleet.app.state.servers[1].down_until = 0.0
+        # It is asked again, and nobody knows yet whether it answers.
+        fleet.app.state.servers[1].down_until, fleet.app.state.servers[1].last_error = 0.0, "refused"
+        assert change(fleet, 0, "prefill")[0] == 409
+        fleet.app.state.servers[1].last_error = ""
         assert change(fleet, 0, "prefill")[0] == 200
 
 
@@ -121,6 +125,8 @@ def test_somebody_means_somebody_who_is_up_and_has_the_model(seats, wire_to):
         ({"url": "U", "role": "decode", "drain_s": -1}, "drain_s"),
         ({"url": "U", "role": "decode", "drain_s": "soon"}, "drain_s"),
         ({"url": "U", "role": "decode", "drain_s": True}, "drain_s"),
+        ({"url": "U", "role": "decode", "drain_s": 10**400}, "drain_s"),
+        ({"url": "U", "role": "decode", "drain_s": 86401}, "drain_s"),
         ({"url": "U", "role": "decode", "wait": 1}, "wait"),
     ],
 )
@@ -137,6 +143,8 @@ def test_roles_are_the_operators_own(trio, seats, wire_to, tmp_path):
     with fleet_of(seats, wire_to, *trio, server=server) as fleet:
         assert change(fleet, 0, "prefill")[0] == 401
         assert fleet.front.get("/debug/servers")[0] == 401
+        assert fleet.front.get("/debug/servers", {"authorization": "Bearer hers"})[0] == 403
+        assert fleet.front.get("/debug/servers", {"authorization": "Bearer root"})[0] == 200
         status, answer = change(fleet, 0, "prefill", {"authorization": "Bearer hers"})
         assert (status, answer["error"]["code"]) == (403, "forbidden")
         assert change(fleet, 0, "prefill", {"authorization": "Bearer root"})[0] == 200
@@ -182,6 +190,21 @@ def test_without_elastic_nothing_changes_by_itself():
 def test_roles_that_do_not_fit_stop_the_start(given):
     with pytest.raises(ConfigError, match=r"upstream\.roles"):
         UpstreamConfig(urls=("http://a", "http://b"), roles=given)
+
+
+def test_a_server_that_did_not_answer_is_not_up_for_the_controller():
+    server = UpstreamServer("http://a")
+    assert _seen(server, 1.0).is_up
+    server.last_error = "refused"
+    assert not _seen(server, 1.0).is_up
+
+
+@pytest.mark.parametrize("host", ["me:secret@a", "me@a:80", ":secret@a"])
+def test_a_url_with_a_password_stops_the_start_and_is_not_shown(host):
+    with pytest.raises(ConfigError, match=r"upstream\.urls\[1\]") as caught:
+        UpstreamConfig(urls=("http://a", f"http://{host}/x"))
+    assert "secret" not in str(caught.value)
+    assert UpstreamConfig(urls=("http://a/x@y",))
 
 
 def test_recent_times_forget_and_are_high_ones():

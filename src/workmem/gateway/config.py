@@ -91,6 +91,13 @@ class UpstreamConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Requests under way per decoding server at which decode is at its limit."""
 
     def __post_init__(self) -> None:
+        for number, url in enumerate(self.urls):
+            # They are shown in `/health`, in logs and in explanations.
+            if "@" in url.partition("://")[2].partition("/")[0]:
+                raise ConfigError(
+                    f"$.upstream.urls[{number}]: a URL with a user or a password in it: leave out what stands "
+                    "before the @, and put the key to send into the file of $.upstream.api_key_file"
+                )
         if self.roles and len(self.roles) != len(self.urls):
             raise ConfigError(
                 f"$.upstream.roles: {len(self.roles)} for {len(self.urls)} urls: give one for each, in their order"

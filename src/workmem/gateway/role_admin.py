@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from typing import Any
 
@@ -22,20 +21,14 @@ _DRAIN_MAX_S = 24 * 3600.0
 
 async def list_servers(exchange: Exchange) -> Answer:
     """`GET /debug/servers`: roles, load and learned costs."""
-    only_operators(exchange.request)
+    _require_operator(exchange, "Servers are shown to")
     servers: list[UpstreamServer] = state_of(exchange.request, "servers")
     return json_response({"object": "list", "data": [_told(server) for server in servers]})
 
 
 async def change_server(exchange: Exchange) -> Answer:
-    """`POST /debug/servers {"url", "role", "drain_s"}`: begins the change, and says how things stand.
-
-    With keys, those that have a tenant may not: what serves everybody is nobody's own.
-    """
-    only_operators(exchange.request)
-    keys: ApiKeys = state_of(exchange.request, "keys")
-    if keys.is_required and exchange.tenant:
-        raise Refusal(403, "Roles are changed with a key that has no tenant.", code="forbidden")
+    """`POST /debug/servers {"url", "role", "drain_s"}`: begins the change, and says how things stand."""
+    _require_operator(exchange, "Roles are changed with")
     body = decode_json(exchange.body)
     for name in body:
         if name not in _FIELDS:
@@ -58,6 +51,14 @@ def state_told(server: UpstreamServer, now: float) -> dict[str, Any]:
         "running": server.in_flight,
         "models": sorted(server.models),
     }
+
+
+def _require_operator(exchange: Exchange, what: str) -> None:
+    """With keys, those that have a tenant may not: what serves everybody is nobody's own. Raises Refusal (403)."""
+    only_operators(exchange.request)
+    keys: ApiKeys = state_of(exchange.request, "keys")
+    if keys.is_required and exchange.tenant:
+        raise Refusal(403, f"{what} a key that has no tenant.", code="forbidden")
 
 
 def _told(server: UpstreamServer) -> dict[str, Any]:
@@ -85,6 +86,6 @@ def _text(body: dict[str, Any], name: str) -> str:
 
 def _seconds(value: Any) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not 0 <= value <= _DRAIN_MAX_S:
+    if not is_number or not 0 <= value <= _DRAIN_MAX_S:
         raise ClientError(f"drain_s must be seconds from 0 to {_DRAIN_MAX_S:g}.", param="drain_s")
     return float(value)

@@ -7,10 +7,15 @@ import random
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from workmem.core.generation import Handoff
+from workmem.core.keys import BlockKey
+from workmem.core.outcomes import Lookup, MissReason
+from workmem.engines.embedded.handoffs import LOOKS_MAX, Handoffs
 from workmem.policy.handoff import Ending
 from workmem.store.config import BelowConfig, DramConfig, SsdConfig, StoreConfig
 from workmem.store.host.client import HostStore
@@ -169,6 +174,43 @@ def test_an_engine_that_only_waits_does_not_turn_in_place(bench: Make, shared: S
 
     asyncio.run(run())
     assert 3 <= len(looks) <= 80
+
+
+def test_many_whose_time_is_up_do_not_make_a_step_long() -> None:
+    looked: list[bytes] = []
+
+    def lookup(root: bytes, keys: object) -> Lookup:
+        looked.append(root)
+        return Lookup(reason=MissReason.COLD)
+
+    store: Any = SimpleNamespace(lookup=lookup, announce=lambda *_: None)
+    handoffs = Handoffs(store, 30.0)
+    seqs: list[Any] = [waiting_seq(number) for number in range(40)]
+    for seq in seqs:
+        handoffs.arrives(seq)
+    handoffs.step_begins(1.0)
+    assert all(handoffs.waits(seq, lambda _: (), 1.0) for seq in seqs)
+    assert len(looked) == LOOKS_MAX
+    looked.clear()
+    handoffs.step_begins(60.0)
+    assert not any(handoffs.waits(seq, lambda _: (), 60.0) for seq in seqs)
+    assert len(looked) == LOOKS_MAX
+    assert handoffs.counts == {"late": 40}
+
+
+def waiting_seq(number: int) -> object:
+    """As much of one as its wait asks for."""
+    return SimpleNamespace(
+        id=str(number),
+        root=b"%016d" % number,
+        request=SimpleNamespace(handoff=LONG, reuse=True),
+        block_tokens=16,
+        reusable_prompt_blocks=6,
+        arrived=0.0,
+        keys=[BlockKey(b"%08d%08d" % (number, block)) for block in range(6)],
+        wait=None,
+        wait_leased=0,
+    )
 
 
 def test_over_the_hosts_store_it_ends_when_that_goes_away(bench: Make, shared: Store) -> None:

@@ -56,7 +56,12 @@ class Handoffs:
         if wait is None or wait.is_over or self._store is None:
             return False
         is_late = wait.is_late(now)
-        if not wait.is_due(now) or (self._looks >= LOOKS_MAX and not is_late):
+        is_looked_out = self._looks >= LOOKS_MAX
+        if is_late and is_looked_out:
+            # What is loaded is looked up once more in any case.
+            self._end(seq, Ending.LATE, now)
+            return False
+        if is_looked_out or not wait.is_due(now):
             return True
         self._looks += 1
         # What was there stays, mostly: what is loaded in the end is looked up as for all requests.

@@ -78,7 +78,12 @@ class Handoffs:
             return False
         now = self._clock()
         is_late = wait.is_late(now)
-        if not wait.is_due(now) or (self._looks >= LOOKS_MAX and not is_late):
+        is_looked_out = self._looks >= LOOKS_MAX
+        if is_late and is_looked_out:
+            # What is loaded is looked up once more in any case.
+            self._end(tracked, Ending.LATE)
+            return False
+        if is_looked_out or not wait.is_due(now):
             self._held.add(tracked.request.request_id)
             return True
         self._looks += 1

@@ -53,6 +53,21 @@ def test_what_the_decode_server_has_is_not_computed_elsewhere():
     assert verdict(running=1, hit=4096 - 520, prefill=side(hop_s=1.0)).reason == "slower"
 
 
+@pytest.mark.parametrize("running", [0, 1, 2, 4, 8])
+def test_a_handover_that_never_comes_is_not_used_however_many_streams_there_are(running):
+    """Each prompt would be computed twice, and hold the streams up as if it had not been split."""
+    costs = LearnedCosts()
+    for _ in range(20):
+        costs.learn_computing(4096, 4.1)
+        costs.learn_handover(4096, 4.1, computed=4096)
+    prospect = Prospect(prompt_tokens=4096, hit_tokens=0, running=running)
+    assert costs.costs().recomputed_share == 1.0
+    assert not decide(AUTO, prospect, side(), costs.costs()).is_split
+    for _ in range(20):
+        costs.learn_handover(4096, 0.1, computed=16)
+    assert decide(AUTO, prospect, side(), costs.costs()).is_split == (running > 0)
+
+
 def test_a_dear_handover_is_not_used():
     dear = Costs(computed_token_s=1e-3, hop_s=0.01, handed_token_s=2e-3, samples=9)
     prospect = Prospect(prompt_tokens=4096, hit_tokens=0, running=1)

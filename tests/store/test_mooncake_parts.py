@@ -570,3 +570,23 @@ def test_an_entry_that_contradicts_itself_is_refused():
     started = time.monotonic()
     assert objects_in(entry)[0].pages == tuple(held(chain, range(2)))
     assert time.monotonic() - started < 5
+
+
+def test_what_is_heard_of_an_object_says_which_group_it_is_of():
+    """A lease is of the whole group: one that nobody knew to be one could keep more than its share."""
+    words, shelf = Words(), Shelf()
+    log, follower = Log(words, "p"), Follower(words, "p")
+    pages = held(Chain(namespace(), 4), range(4))
+    log.tell(
+        entry_of(
+            [
+                PoolObject("one", tuple(pages[:1]), "peer", group="g"),
+                PoolObject("rest", tuple(pages[1:]), "peer", group="g"),
+            ]
+        )
+    )
+    heard = [one for entry in follower.look(()) for one in objects_in(entry)]
+    for one in heard:
+        shelf.add(one)
+    assert [one.group for one in heard] == ["g", "g"]
+    assert shelf.bytes_with(heard[0]) == 4 * 8192

@@ -63,14 +63,17 @@ class Expectations:
             if len(self._sessions) > _SESSIONS_MAX:
                 self._sessions.popitem(last=False)
         costs, first_s = ended.server.costs, ended.first_token_s
+        computed = None if UNREPORTED in usage.by_source else usage.by_source.get(COMPUTED, 0)
         if ended.handed_tokens:
             if first_s is None and seen.waited_s is not None:
-                # An answer in one piece does not show its first token, but says how long it waited for the pages.
-                first_s = seen.waited_s + costs.costs().hop_s
+                # An answer in one piece does not show its first token, but says how long it waited for the pages, and
+                # how much of them did not come.
+                known = costs.costs()
+                first_s = seen.waited_s + known.hop_s + (computed or 0) * known.computed_token_s
             if first_s is not None:
-                costs.learn_handover(ended.handed_tokens, first_s)
-        elif first_s is not None and UNREPORTED not in usage.by_source:
-            costs.learn_computing(usage.by_source.get(COMPUTED, 0), first_s)
+                costs.learn_handover(ended.handed_tokens, first_s, computed)
+        elif first_s is not None and computed is not None:
+            costs.learn_computing(computed, first_s)
 
     def _ratio(self, model: str) -> BytesPerToken:
         ratio = self._ratios.setdefault(model, BytesPerToken())

@@ -72,6 +72,7 @@ def _told(server: UpstreamServer) -> dict[str, Any]:
             "computed_token_s": costs.computed_token_s,
             "hop_s": costs.hop_s,
             "handed_token_s": costs.handed_token_s,
+            "recomputed_share": costs.recomputed_share,
             "samples": costs.samples,
         },
     }

@@ -27,6 +27,8 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     """Per request, whatever its size: connection, queue, tokenizer, first token."""
     handed_token_s: float
     """Per prompt token that another server computed for it: until it was in the store, and loading it."""
+    recomputed_share: float = 0.0
+    """Of the tokens that another server computed for it, those that it computes all the same, because they did not come."""
     samples: int = 0
     """Requests that this was learned from."""
 
@@ -77,7 +79,7 @@ def decide(
     if prospect.prompt_tokens < max(1, terms.tokens_min):
         return Verdict(is_split=False, reason="short_prompt")
     missing = max(0, prospect.prompt_tokens - max(0, prospect.hit_tokens))
-    whole_s, split_s = _whole_s(missing, prospect, decode), _split_s(missing, prefill, decode)
+    whole_s, split_s = _whole_s(missing, prospect, decode), _split_s(missing, prospect, prefill, decode)
     if terms.mode == "always":
         return Verdict(is_split=True, reason="always", whole_s=whole_s, split_s=split_s)
     if missing < max(1, terms.tokens_min):
@@ -99,6 +101,8 @@ def _whole_s(missing: int, prospect: Prospect, decode: Costs) -> float:
     return missing * decode.computed_token_s * (1 + max(0, prospect.running))
 
 
-def _split_s(missing: int, prefill: PrefillSide, decode: Costs) -> float:
+def _split_s(missing: int, prospect: Prospect, prefill: PrefillSide, decode: Costs) -> float:
     own = expected_hop_s(missing, prefill.costs) + missing * decode.handed_token_s
-    return max(0.0, prefill.backlog_s) + own
+    # What does not come is computed where the streams are, and holds them up; the request's own wait for that is in `own`.
+    held_up = missing * decode.recomputed_share * decode.computed_token_s * max(0, prospect.running)
+    return max(0.0, prefill.backlog_s) + own + held_up

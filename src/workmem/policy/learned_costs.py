@@ -40,6 +40,7 @@ class LearnedCosts:
         self.token_s = Average(_TOKEN_S)
         self.hop_s = Average(_HOP_S)
         self.handed_s = Average(_HANDED_S)
+        self.recomputed = Average(0.0)
         self.requests = 0
 
     def learn_computing(self, tokens: int, seconds: float) -> None:
@@ -58,16 +59,18 @@ class LearnedCosts:
         if self._fleet is not None:
             self._fleet.learn_computing(tokens, seconds)
 
-    def learn_handover(self, tokens: int, seconds: float) -> None:
-        """`tokens` computed elsewhere took `seconds` until the first token was there.
+    def learn_handover(self, tokens: int, seconds: float, computed: int | None = None) -> None:
+        """`tokens` computed elsewhere took `seconds` until the first token was there; `computed` were computed here.
 
         Tokens that were promised and came to nothing count: who computes what was handed over has a dear handover.
         """
         if tokens <= 0 or not 0 <= seconds <= _SECONDS_MAX:
             return
         self.handed_s.learn(max(0.0, seconds - min(self._believed_hop_s(), seconds / 2)) / tokens)
+        if computed is not None:
+            self.recomputed.learn(min(1.0, max(0, computed) / tokens))
         if self._fleet is not None:
-            self._fleet.learn_handover(tokens, seconds)
+            self._fleet.learn_handover(tokens, seconds, computed)
 
     def costs(self) -> Costs:
         """What is believed now."""
@@ -75,6 +78,7 @@ class LearnedCosts:
             computed_token_s=self._believed_token_s(),
             hop_s=self._believed_hop_s(),
             handed_token_s=self._believed(self.handed_s, self._fleet and self._fleet.handed_s),
+            recomputed_share=self._believed(self.recomputed, self._fleet and self._fleet.recomputed),
             samples=self.requests,
         )
 

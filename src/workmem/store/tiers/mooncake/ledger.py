@@ -63,6 +63,8 @@ class Run(msgspec.Struct, frozen=True, array_like=True):
     lengths: tuple[Annotated[int, Meta(gt=0)], ...]
     keys: tuple[_Key, ...]
     header_sums: tuple[_Count, ...]
+    group: str = ""
+    """Of Mooncake's, with which it lives and dies."""
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -92,6 +94,7 @@ def entry_of(kept: Sequence[PoolObject] = (), gone: Sequence[Place] = ()) -> Ent
                 tuple(page.length for page in found.pages),
                 tuple(page.name.key for page in found.pages),
                 tuple(page.header_sum for page in found.pages),
+                found.group,
             )
         )
     dropped: dict[tuple[str, bytes], list[bytes]] = {}
@@ -117,7 +120,7 @@ def objects_in(entry: Entry) -> list[PoolObject]:
             pages.append(HeldPage(name, entry.spaces[run.space], parent, run.depth + at, length, header_sum))
             parent = key
         if pages:
-            found.append(PoolObject(run.name, tuple(pages), run.peer))
+            found.append(PoolObject(run.name, tuple(pages), run.peer, group=run.group))
     return found
 
 

@@ -35,6 +35,7 @@ from harness import (
     end_on_sigterm,
     end_run,
     environment,
+    folder_of_run,
     in_turns,
     mode_of,
     parser_of,
@@ -316,8 +317,7 @@ def main() -> None:
     shared = shared_options(arguments, mode, load)
     config = config_of(arguments, mode, load, shared)
     journal = Journal(out.with_suffix(".partial.jsonl"), config | {"commit": machine["commit"]})
-    folder = (arguments.folder or Path(tempfile.gettempdir())) / f"workmem-bench-{out.stem}"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = folder_of_run(out, arguments.folder, is_new=False)
     bench = Bench(mode, wanted, shared, load, folder, journal, console)
     bench.run()
     rows = summarise(journal.done)

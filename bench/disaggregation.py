@@ -36,6 +36,7 @@ from harness import (
     end_on_sigterm,
     end_run,
     environment,
+    folder_of_run,
     in_turns,
     mode_of,
     parser_of,
@@ -377,9 +378,7 @@ def main() -> None:
         "split_min_tokens": SPLIT_MIN_TOKENS,
     }
     journal = Journal(out.with_suffix(".partial.jsonl"), config | {"commit": machine["commit"]})
-    folder = Path(tempfile.gettempdir()) / f"workmem-bench-{out.stem}"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder = folder_of_run(out, is_new=True)
     absent: dict[str, str] = {}
     try:
         skipped = asyncio.run(measure(mode, arguments, folder, journal, console))

@@ -32,6 +32,7 @@ from harness import (
     end_on_sigterm,
     end_run,
     environment,
+    folder_of_run,
     in_turns,
     mode_of,
     parser_of,
@@ -381,11 +382,7 @@ def main() -> None:
         "only": arguments.only,
     }
     journal = Journal(out.with_suffix(".partial.jsonl"), config | {"commit": machine["commit"]})
-    folder = (arguments.folder or Path(tempfile.gettempdir())) / f"workmem-bench-{out.stem}"
-    if not journal.done:
-        # What another run left would make first rounds warm.
-        shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = folder_of_run(out, arguments.folder, is_new=not journal.done)
     load = load_of(mode.size, arguments.model, arguments.workloads, arguments.seed)
     arms = arms_of(arguments, mode.size, sorted(os.sched_getaffinity(0)))
     bench = Bench(mode, arms, load, folder, journal, console)

@@ -13,6 +13,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from importlib import metadata
@@ -216,6 +217,15 @@ def write_result(path: Path, body: dict[str, Any]) -> None:
     partial = path.with_suffix(".tmp")
     partial.write_text(json.dumps(body, indent=1, sort_keys=False) + "\n")
     partial.replace(path)
+
+
+def folder_of_run(out: Path, base: Path | None = None, *, is_new: bool) -> Path:
+    """Where a run keeps what it needs on disk; of a new one, without what another left: that would make its first samples warm."""
+    folder = (base or Path(tempfile.gettempdir())) / f"workmem-bench-{out.stem}"
+    if is_new:
+        shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def end_run(journal: Journal, out: Path, folder: Path, skipped: Any) -> str:

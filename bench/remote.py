@@ -20,9 +20,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +34,7 @@ from harness import (
     end_on_sigterm,
     end_run,
     environment,
+    folder_of_run,
     in_turns,
     mode_of,
     parser_of,
@@ -394,9 +393,7 @@ def main() -> None:
         "in_flight": IN_FLIGHT,
     }
     journal = Journal(out.with_suffix(".partial.jsonl"), config | {"commit": machine["commit"]})
-    folder = Path(tempfile.gettempdir()) / f"workmem-bench-{out.stem}"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder = folder_of_run(out, is_new=True)
     bench = Bench(mode, arguments, folder, journal, console)
     absent: dict[str, str] = {}
     try:

@@ -24,8 +24,6 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
@@ -40,6 +38,7 @@ from harness import (
     Texts,
     end_run,
     environment,
+    folder_of_run,
     mode_of,
     parser_of,
     spread,
@@ -389,11 +388,8 @@ def main() -> None:
     }
     config["model"] = arguments.model.name
     journal = Journal(out.with_suffix(".partial.jsonl"), config | {"commit": machine["commit"]})
-    folder = (arguments.folder or Path(tempfile.gettempdir())) / f"workmem-bench-{out.stem}"
-    if not any("ttft_s" in entry for entry in journal.done.values()):
-        # What another run left would make cold prompts warm.
-        shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True, exist_ok=True)
+    is_new = not any("ttft_s" in entry for entry in journal.done.values())
+    folder = folder_of_run(out, arguments.folder, is_new=is_new)
     rates = RawRates(layout, folder, StoreConfig().ssd.readers)
     texts = Texts(arguments.model, arguments.workloads, arguments.seed)
     bench = Bench(mode, texts, settings, rates, folder, journal)

@@ -25,7 +25,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +36,7 @@ from harness import (
     add_modes,
     end_run,
     environment,
+    folder_of_run,
     in_turns,
     without_folders,
     write_result,
@@ -371,8 +371,7 @@ def main() -> None:
     console = Console(width=None if sys.stdout.isatty() else 150)
     part = "store-records" if arguments.records else "store"
     out = arguments.out or RESULTS / f"{part}-{mode.name}.json"
-    folder = (arguments.folder or Path(tempfile.gettempdir())) / f"workmem-bench-{out.stem}"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = folder_of_run(out, arguments.folder, is_new=False)
     systems = [] if arguments.records else systems_of(arguments, mode.dram_bytes, folder)
     config = {"mode": mode._asdict(), "only": "records" if arguments.records else arguments.only}
     machine = environment()

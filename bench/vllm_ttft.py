@@ -32,6 +32,7 @@ from harness import (
     end_on_sigterm,
     end_run,
     environment,
+    folder_of_run,
     in_turns,
     mode_of,
     parser_of,
@@ -372,11 +373,8 @@ def main() -> None:
         "only": arguments.only,
     }
     journal = Journal(out.with_suffix(".partial.jsonl"), config | {"commit": machine["commit"]})
-    folder = (arguments.folder or Path(tempfile.gettempdir())) / f"workmem-bench-{out.stem}"
-    if not any("ttft_s" in entry for entry in journal.done.values()):
-        # What another run left would make cold prompts warm.
-        shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True, exist_ok=True)
+    is_new = not any("ttft_s" in entry for entry in journal.done.values())
+    folder = folder_of_run(out, arguments.folder, is_new=is_new)
     shared = shared_options(arguments, max(mode.prompt_tokens) + 2 * COLD_TOKENS)
     texts = Texts(arguments.model, arguments.workloads, arguments.seed)
     bench = Bench(mode, wanted, shared, texts, folder, journal, console)

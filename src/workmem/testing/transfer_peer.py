@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -98,7 +99,10 @@ def start(kind: str, size: int, *, middle: str = "") -> Started:
 def _main(kind: str, size: int, middle: str) -> None:
     mover = new_mover(kind)
     if middle:
-        mover = cast("Mover", InTheMiddle(mover, 2, lambda: os.kill(os.getpid(), signal.Signals[middle])))
+        mover = cast(
+            "Mover",
+            InTheMiddle(mover, 2, lambda: signal.pthread_kill(threading.get_ident(), signal.Signals[middle])),
+        )
     endpoint = new_endpoint(kind, mover)
     memory = allocate(size)
     region = endpoint.register(memory)

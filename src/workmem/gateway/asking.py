@@ -1,0 +1,97 @@
+"""A chat on its way to the engine, whichever API it came by: read, rendered, begun."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, NamedTuple
+
+import msgspec
+
+from workmem.core.errors import ClientError
+from workmem.gateway.exchange import Exchange, header_map, state_of
+from workmem.gateway.generation import Generation, Order, Service, start
+from workmem.gateway.models import require_model
+from workmem.gateway.turn import Turn
+from workmem.prompt.decode import convert, decode_json
+from workmem.prompt.dialects.places import Dialect
+from workmem.prompt.forced_calls import forced_schema, offered_names
+from workmem.prompt.identity import identify, with_session
+from workmem.prompt.messages import plain_content
+from workmem.prompt.openai import ChatRequest
+from workmem.prompt.prompt import Prompt
+from workmem.prompt.sampling import chat_sampling
+
+
+class Wire(msgspec.Struct, frozen=True, kw_only=True):
+    """A request as it came."""
+
+    dialect: Dialect
+    body: dict[str, Any]
+
+
+class Asked(NamedTuple):
+    """A chat that runs."""
+
+    service: Service
+    request: ChatRequest
+    order: Order
+    generation: Generation
+    turns: list[Turn]
+    """One for each choice."""
+
+
+def read_wire(exchange: Exchange, dialect: Dialect) -> Wire:
+    """The request of `exchange`. Raises ClientError where it is no JSON object."""
+    return Wire(dialect=dialect, body=decode_json(exchange.body))
+
+
+async def ask(
+    exchange: Exchange,
+    wire: Wire,
+    chat: dict[str, Any],
+    *,
+    answer_id: str,
+    origins: dict[str, str] | None = None,
+) -> Asked:
+    """Start what `chat`, the body of a chat completion, asks for; `wire` is what the client sent.
+
+    `origins` as in `Prompt`. Raises ClientError where the request is wrong, and what the engine refuses it with.
+    """
+    service: Service = state_of(exchange.request, "service")
+    request = convert(chat, ChatRequest)
+    require_model(service.engine, request.model)
+    if request.functions or request.function_call is not None:
+        raise ClientError("functions and function_call are gone from the API: use tools.", param="functions")
+    prompt = Prompt(
+        messages=plain_content(chat["messages"], request.messages),
+        tools=chat.get("tools") or [],
+        origins=origins or {},
+        template_kwargs=request.chat_template_kwargs,
+    )
+    sampling = chat_sampling(request, forced_schema(request, prompt.tools))
+    # A long chat takes milliseconds to render: other clients' streams must not wait for it.
+    rendered = await asyncio.to_thread(
+        service.engine.render_chat,
+        prompt.messages,
+        tools=prompt.tools,
+        template_kwargs=prompt.template_kwargs,
+    )
+    rendered = msgspec.structs.replace(rendered, spans=prompt.in_client_words(rendered.spans))
+    caller = identify(header_map(exchange.request), wire.body, tenant=exchange.tenant)
+    order = Order(
+        id=answer_id,
+        request_id=exchange.request_id,
+        created=int(time.time()),
+        prompts=[rendered],
+        n=request.n or 1,
+        sampling=sampling,
+        caller=with_session(caller, service.sessions, request.model, prompt.messages),
+        priority=request.priority or 0,
+        reuse=request.allows_reuse,
+        handoff=request.handoff,
+    )
+    calls_max = 1 if request.parallel_tool_calls is False else None
+    names = offered_names(request)
+    turns = [Turn(names, calls_max=calls_max) for _ in range(order.n)]
+    return Asked(service, request, order, await start(service, order, exchange), turns)

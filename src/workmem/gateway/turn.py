@@ -1,0 +1,65 @@
+"""An assistant's turn as it grows: what of the generated text is content, and what is a call."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+
+import msgspec
+
+from workmem.core.generation import TokenLogprob
+from workmem.prompt.tool_calls import ParsedCall, Piece, ToolCallParser
+
+
+class MadeCall(msgspec.Struct, frozen=True):
+    """A call of the model, with the id by which its result will come back."""
+
+    index: int
+    """Among the calls of its turn."""
+    id: str
+    name: str
+    arguments: str
+    """JSON text of an object."""
+
+
+class Turn:
+    """One answer. `take` what the engine yields; the turn keeps all of it, in every API's terms and in none's shape."""
+
+    def __init__(self, names: Sequence[str], *, calls_max: int | None = None) -> None:
+        self._parser = ToolCallParser(names) if names else None
+        self._calls_max = calls_max
+        self.texts: list[str] = []
+        self.calls: list[MadeCall] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.finish_reason = ""
+        """"stop", "length", or "tool_calls"; empty while it runs."""
+        self.has_started = False
+
+    @property
+    def text(self) -> str:
+        """The content so far."""
+        return "".join(self.texts)
+
+    def take(self, text: str, finish_reason: str | None) -> list[str | MadeCall]:
+        """What came of `text`: new content and new calls, in their order."""
+        pieces: list[Piece]
+        if self._parser is None:
+            pieces = [text] if text else []
+        else:
+            pieces = self._parser.feed(text)
+            if finish_reason is not None:
+                pieces += self._parser.finish()
+        out: list[str | MadeCall] = []
+        for piece in pieces:
+            if isinstance(piece, ParsedCall):
+                if self._calls_max is not None and len(self.calls) >= self._calls_max:
+                    continue
+                call = MadeCall(len(self.calls), f"call_{uuid.uuid4().hex[:24]}", piece.name, piece.arguments)
+                self.calls.append(call)
+                out.append(call)
+            else:
+                self.texts.append(piece)
+                out.append(piece)
+        if finish_reason is not None:
+            self.finish_reason = "tool_calls" if self.calls and finish_reason == "stop" else finish_reason
+        return out

@@ -1,0 +1,1 @@
+"""The APIs that agents speak: where a body of each holds its tools, its texts and its calls."""

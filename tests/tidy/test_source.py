@@ -9,6 +9,7 @@ import pytest
 
 from workmem.config import Config, is_section
 from workmem.prompt.openai import ChatRequest, CompletionRequest
+from workmem.prompt.responses import ResponsesRequest
 
 SOURCE = Path(__file__).parents[2] / "src" / "workmem"
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -184,7 +185,9 @@ def test_names_say_what_a_thing_is():
 
 
 @pytest.mark.parametrize(
-    "struct", [ChatRequest, CompletionRequest, *sections(Config)], ids=lambda one: one.__name__
+    "struct",
+    [ChatRequest, CompletionRequest, ResponsesRequest, *sections(Config)],
+    ids=lambda one: one.__name__,
 )
 def test_every_field_of_a_request_and_every_setting_is_read(struct):
     """One that is taken and then forgotten does nothing, and nobody hears of it."""

@@ -15,6 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from workmem.core.generation import Engine
+from workmem.core.units import parse_bytes
 from workmem.gateway.chat import chat_completions
 from workmem.gateway.completions import completions
 from workmem.gateway.config import ServerConfig
@@ -26,11 +27,13 @@ from workmem.gateway.generation import Service
 from workmem.gateway.keys import ApiKeys
 from workmem.gateway.metrics import Metrics
 from workmem.gateway.models import get_model, list_models
+from workmem.gateway.response_store import ResponseStore
+from workmem.gateway.responses import create_response, delete_response, get_response, list_input_items
 from workmem.index.history import PromptHistory
 from workmem.prompt.identity import SessionInferrer
 from workmem.store.selector import Purged, PurgeSelector
 
-_OF_CLIENTS = re.compile(r"^/(?:v1/v1/.*|models|completions|chat/completions|v1/?)$")
+_OF_CLIENTS = re.compile(r"^/(?:v1/v1/.*|models|completions|chat/completions|responses|v1/?)$")
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
 
@@ -51,6 +54,12 @@ def build_app(
     history = history or PromptHistory(prompts_max=config.explain_prompts_max)
     metrics = metrics or Metrics(engine.gauges)
     request_log = RequestLog(config.explain_prompts_max)
+    responses = ResponseStore(
+        responses_max=config.responses_max,
+        bytes_max=parse_bytes(config.responses_bytes_max, "$.server.responses_bytes_max"),
+        events=metrics.events,
+    )
+    metrics.add_readings(responses.gauges)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None]:
@@ -66,6 +75,10 @@ def build_app(
             ("/v1/models/{id:path}", "GET", get_model),
             ("/v1/chat/completions", "POST", chat_completions),
             ("/v1/completions", "POST", completions),
+            ("/v1/responses", "POST", create_response),
+            ("/v1/responses/{id}", "GET", get_response),
+            ("/v1/responses/{id}", "DELETE", delete_response),
+            ("/v1/responses/{id}/input_items", "GET", list_input_items),
             ("/debug/requests", "GET", list_requests),
             ("/debug/requests/{id}", "GET", explain_request),
             ("/debug/drop_vram", "POST", drop_vram),
@@ -79,6 +92,7 @@ def build_app(
     app.state.purge = purge
     app.state.history = history
     app.state.request_log = request_log
+    app.state.responses = responses
     app.state.service = Service(
         engine=engine,
         history=history,

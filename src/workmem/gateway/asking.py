@@ -15,7 +15,7 @@ from workmem.gateway.models import require_model
 from workmem.gateway.turn import Turn
 from workmem.prompt.decode import convert, decode_json
 from workmem.prompt.dialects.places import Dialect
-from workmem.prompt.forced_calls import forced_schema, offered_names
+from workmem.prompt.forced_calls import allowed_names, forced_schema, offered_names
 from workmem.prompt.identity import identify, with_session
 from workmem.prompt.messages import plain_content
 from workmem.prompt.openai import ChatRequest
@@ -93,5 +93,6 @@ async def ask(
     )
     calls_max = 1 if request.parallel_tool_calls is False else None
     names = offered_names(request)
-    turns = [Turn(names, calls_max=calls_max) for _ in range(order.n)]
+    allowed = allowed_names(request)
+    turns = [Turn(names, calls_max=calls_max, allowed=allowed) for _ in range(order.n)]
     return Asked(service, request, order, await start(service, order, exchange), turns)

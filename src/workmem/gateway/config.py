@@ -42,6 +42,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Running requests get this long to finish when the server stops."""
     explain_prompts_max: Positive = 1024
     """Recent requests that can be explained."""
+    responses_max: Count = 4096
+    """Answers of `/v1/responses` kept for `previous_response_id`; the least recently used leaves first, 0 keeps none."""
+    responses_bytes_max: str | int = "64MiB"
+    """What those may take, with the input each had."""
 
 
 class UpstreamConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -22,11 +22,18 @@ class Refusal(Exception):
     """A request refused by the gateway itself, with the answer it gets."""
 
     def __init__(
-        self, status: int, message: str, *, code: str, headers: dict[str, str] | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str,
+        param: str | None = None,
+        headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
+        self.param = param
         self.headers = headers or {}
 
 
@@ -49,7 +56,8 @@ def describe(error: BaseException) -> tuple[int, dict[str, Any], dict[str, str]]
     text = str(error)
     match error:
         case Refusal():
-            return error.status, error_body(text, kind=_kind(error.status), code=error.code), error.headers
+            told = error_body(text, kind=_kind(error.status), code=error.code, param=error.param)
+            return error.status, told, error.headers
         case ContextTooLong():
             return 400, _client(error, "context_length_exceeded", "messages"), {}
         case UnknownModel():

@@ -75,6 +75,10 @@ class Metrics:
         self.events = EventCounter(registry)
         registry.register(_Readings(gauges))
 
+    def add_readings(self, gauges: Gauges) -> None:
+        """Read off more than the engine."""
+        self.registry.register(_Readings(gauges))
+
     def page(self) -> bytes:
         """The metrics in Prometheus's text format."""
         return generate_latest(self.registry)

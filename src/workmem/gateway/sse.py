@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -29,11 +29,21 @@ def event(value: Any) -> bytes:
 
 
 class EventStream:
-    """Sends `events` until they end. `timeout_s` bounds the whole stream."""
+    """Sends `events` until they end. `timeout_s` bounds the whole stream.
 
-    def __init__(self, events: AsyncGenerator[bytes], timeout_s: float) -> None:
+    `failed` makes the last event of an error; without it, that is OpenAI's error object.
+    """
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes],
+        timeout_s: float,
+        *,
+        failed: Callable[[Exception], bytes] | None = None,
+    ) -> None:
         self._events = events
         self._timeout_s = timeout_s
+        self._failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream."""
@@ -50,5 +60,6 @@ class EventStream:
             status, body, _ = describe(error)
             if status >= 500:
                 log.warning("stream failed", exc_info=error)
-            await send({"type": "http.response.body", "body": event(body), "more_body": True})
+            last = event(body) if self._failed is None else self._failed(error)
+            await send({"type": "http.response.body", "body": last, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

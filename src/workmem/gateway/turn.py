@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -25,9 +26,17 @@ class MadeCall(msgspec.Struct, frozen=True):
 class Turn:
     """One answer. `take` what the engine yields; the turn keeps all of it, in every API's terms and in none's shape."""
 
-    def __init__(self, names: Sequence[str], *, calls_max: int | None = None) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        *,
+        calls_max: int | None = None,
+        allowed: Collection[str] | None = None,
+    ) -> None:
         self._parser = ToolCallParser(names) if names else None
         self._calls_max = calls_max
+        self._allowed = allowed
+        """The only tools that may be called; a call of another one stays text, so that it is seen and not made."""
         self.texts: list[str] = []
         self.calls: list[MadeCall] = []
         self.logprobs: list[TokenLogprob] = []
@@ -51,15 +60,20 @@ class Turn:
                 pieces += self._parser.finish()
         out: list[str | MadeCall] = []
         for piece in pieces:
-            if isinstance(piece, ParsedCall):
+            if isinstance(piece, ParsedCall) and (self._allowed is None or piece.name in self._allowed):
                 if self._calls_max is not None and len(self.calls) >= self._calls_max:
                     continue
                 call = MadeCall(len(self.calls), f"call_{uuid.uuid4().hex[:24]}", piece.name, piece.arguments)
                 self.calls.append(call)
                 out.append(call)
             else:
-                self.texts.append(piece)
-                out.append(piece)
+                content = piece if isinstance(piece, str) else _shown(piece)
+                self.texts.append(content)
+                out.append(content)
         if finish_reason is not None:
             self.finish_reason = "tool_calls" if self.calls and finish_reason == "stop" else finish_reason
         return out
+
+
+def _shown(call: ParsedCall) -> str:
+    return f'{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}}}'

@@ -31,8 +31,11 @@ def decode_json(body: bytes) -> dict[str, Any]:
     return value
 
 
-def convert(raw: dict[str, Any], kind: type[T]) -> T:
-    """`raw` as a `kind`. Raises ClientError whose `param` is the path of the offending field."""
+def convert(raw: Any, kind: type[T], *, at: str = "") -> T:
+    """`raw` as a `kind`. Raises ClientError whose `param` is the path of the offending field.
+
+    `at` is where in its body `raw` stands, such as `input[3]`.
+    """
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
@@ -46,7 +49,15 @@ def convert(raw: dict[str, Any], kind: type[T]) -> T:
             described = f"; choose one of {', '.join(choices)}"
         elif "got" not in message:
             described = _given(raw, path)
+        if at:
+            message = _AT_PATH.sub("", message) + f" - at `$.{joined(at, path)}`"
+            path = joined(at, path)
         raise ClientError(f"Invalid request: {message}{described}.", param=path or None) from error
+
+
+def joined(at: str, path: str) -> str:
+    """The path of what stands at `path` of what stands at `at`."""
+    return f"{at}{path}" if not path or path.startswith("[") else f"{at}.{path}"
 
 
 def _given(raw: Any, path: str) -> str:

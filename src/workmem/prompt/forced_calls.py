@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from workmem.core.errors import ClientError
-from workmem.prompt.openai import ChatRequest, NamedToolChoice
+from workmem.prompt.openai import AllowedToolsChoice, ChatRequest, NamedToolChoice
 
 _STAYS_OPEN = frozenset(
     [
@@ -25,8 +25,19 @@ _STAYS_OPEN = frozenset(
 
 def offered_names(request: ChatRequest) -> list[str]:
     """Names of the tools the model may call now; none with `tool_choice: none`."""
-    tools = [] if request.tool_choice == "none" else request.tools or []
-    return [tool.function.name for tool in tools]
+    if request.tool_choice == "none":
+        return []
+    allowed = allowed_names(request)
+    names = [tool.function.name for tool in request.tools or []]
+    return names if allowed is None else [name for name in names if name in allowed]
+
+
+def allowed_names(request: ChatRequest) -> frozenset[str] | None:
+    """Names of the only tools that the model may call; None where nothing narrows them."""
+    choice = request.tool_choice
+    if not isinstance(choice, AllowedToolsChoice):
+        return None
+    return frozenset(tool.function.name for tool in choice.allowed_tools.tools)
 
 
 def forced_schema(request: ChatRequest, tools: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
@@ -38,6 +49,15 @@ def forced_schema(request: ChatRequest, tools: Sequence[dict[str, Any]]) -> dict
     if choice is None or choice in ("auto", "none"):
         return None
     functions: list[dict[str, Any]] = [tool["function"] for tool in tools]
+    allowed = allowed_names(request)
+    if allowed is not None:
+        unknown = sorted(allowed - {function["name"] for function in functions})
+        if unknown:
+            text = f"tool_choice allows the function {unknown[0]!r}, which is not among tools."
+            raise ClientError(text, param="tool_choice.allowed_tools.tools")
+        functions = [function for function in functions if function["name"] in allowed]
+    if isinstance(choice, AllowedToolsChoice) and choice.allowed_tools.mode == "auto":
+        return None
     if isinstance(choice, NamedToolChoice):
         wanted = choice.function.name
         functions = [function for function in functions if function["name"] == wanted][:1]

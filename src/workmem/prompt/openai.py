@@ -190,11 +190,23 @@ class NamedFunction(msgspec.Struct, frozen=True, kw_only=True):
     name: Name
 
 
-class NamedToolChoice(msgspec.Struct, frozen=True, kw_only=True):
+class NamedToolChoice(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="function"):
     """`tool_choice` that forces one function."""
 
-    type: Literal["function"]
     function: NamedFunction
+
+
+class AllowedTools(msgspec.Struct, frozen=True, kw_only=True):
+    """`tool_choice.allowed_tools`: all tools stay in the prompt, and some may be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedToolChoice], Meta(min_length=1)]
+
+
+class AllowedToolsChoice(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="allowed_tools"):
+    """`tool_choice` that narrows what may be called without changing the prompt."""
+
+    allowed_tools: AllowedTools
 
 
 class ChatRequest(Sampling, frozen=True, kw_only=True):
@@ -206,7 +218,7 @@ class ChatRequest(Sampling, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolsChoice | None = None
     parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
     function_call: Any = None

@@ -5,8 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workmem.core.generation import Caller
-from workmem.prompt.identity import SessionInferrer, history_of, identify, with_session
+from workmem.prompt.identity import identify
+from workmem.prompt.sessions import SessionInferrer, history_of
 
+RUNTIME = "Runtime: agent=main | session=agent:main:bench | sessionId=b1 | host=vm | os=Linux"
 TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
 
@@ -17,7 +19,7 @@ TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
         ({"x-session-id": "s1"}, {}, {"session": "s1"}),
         ({"x-workmem-session": "own", "x-session-id": "s1"}, {}, {"session": "own"}),
         ({"session_id": "codex"}, {"prompt_cache_key": "k"}, {"session": "codex"}),
-        ({"x-session-affinity": "oc", "x-parent-session-id": "p"}, {}, {"session": "oc", "workflow": "p"}),
+        ({"x-session-affinity": "oc", "x-parent-session-id": "p"}, {}, {"session": "oc", "parent": "p"}),
         (
             {"x-claude-code-session-id": "c", "x-claude-code-agent-id": "a"},
             {},
@@ -41,7 +43,57 @@ TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
             },
             {"session": "v", "agent": "x", "workflow": "p"},
         ),
-        ({"traceparent": TRACE}, {}, {"workflow": "4bf92f3577b34da6a3ce929d0e0e4736"}),
+        (
+            {"traceparent": TRACE},
+            {},
+            {"workflow": "4bf92f3577b34da6a3ce929d0e0e4736", "trace": "4bf92f3577b34da6a3ce929d0e0e4736"},
+        ),
+        ({}, {"metadata": {"user_id": "user_9f_account__session_0a1b2c3d-44"}}, {"session": "0a1b2c3d-44"}),
+        (
+            {
+                "x-claude-code-session-id": "c",
+                "x-claude-code-agent-id": "b",
+                "x-claude-code-parent-agent-id": "a",
+            },
+            {},
+            {"session": "c", "agent": "b", "parent": "a"},
+        ),
+        ({"x-litellm-session-id": "l"}, {"prompt_cache_key": "k"}, {"session": "l"}),
+        ({}, {"conversation": {"id": "conv_1"}}, {"session": "conv_1"}),
+        (
+            {},
+            {"client_metadata": {"session_id": "c", "agent_name": "/root"}},
+            {"session": "c", "agent": "/root"},
+        ),
+        (
+            {},
+            {
+                "workmem": {"session": "s", "agent": "a", "parent": "p", "workflow": "w"},
+                "metadata": {"agent": "x"},
+            },
+            {"session": "s", "agent": "a", "parent": "p", "workflow": "w"},
+        ),
+        (
+            {},
+            {"vllm_xargs": {"tokencake": {"lifecycle_id": "l", "agent_type": "coder", "join_group": "g"}}},
+            {"session": "l", "agent": "coder", "workflow": "g"},
+        ),
+        (
+            {},
+            {"agent_hint": {"session_id": "s", "parent_session_id": "p"}},
+            {"session": "s", "parent": "p"},
+        ),
+        (
+            {},
+            {"messages": [{"role": "user", "content": f"Hi.\n{RUNTIME}"}]},
+            {"session": "agent:main:bench", "agent": "main"},
+        ),
+        (
+            {},
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": RUNTIME}]}]},
+            {"session": "agent:main:bench", "agent": "main"},
+        ),
+        ({"x-session-id": "s"}, {"messages": [{"role": "user", "content": RUNTIME}]}, {"session": "s"}),
         ({"traceparent": "00-" + "0" * 32 + "-0-0"}, {}, {}),
         ({"traceparent": "nonsense"}, {}, {}),
         ({}, {"user": "u", "safety_identifier": "si"}, {"workflow": "si"}),
@@ -127,8 +179,12 @@ def test_raw_text_that_grows_is_the_same_session():
     assert history_of({"prompt": 5}) == []
 
 
-def test_a_named_session_is_not_inferred():
+def test_a_mark_that_moves_to_the_newest_turn_does_not_end_a_session():
+    def turn(text, *, marked):
+        mark = {"cache_control": {"type": "ephemeral"}} if marked else {}
+        return {"role": "user", "content": [{"type": "text", "text": text, **mark}]}
+
     sessions = SessionInferrer()
-    assert with_session(Caller(session="s"), sessions, "m", chat("a")).session == "s"
-    assert with_session(Caller(), sessions, "m", chat("a", "b")).session.startswith("inferred-")
-    assert len(sessions) == 1
+    first = sessions.infer("t", [turn("a", marked=True)])
+    assert sessions.infer("t", [turn("a", marked=False), turn("b", marked=True)]) == first
+    assert sessions.infer("t", [turn("x", marked=False), turn("b", marked=True)]) != first

@@ -43,6 +43,10 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     workflow: str = ""
     agent: str = ""
     session: str = ""
+    parent: str = ""
+    """Session or agent that started this one."""
+    trace: str = ""
+    """Of `traceparent`: one may span several agents."""
 
 
 class Span(msgspec.Struct, frozen=True):

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from workmem.core.generation import Engine
 from workmem.core.units import parse_bytes
+from workmem.gateway.callers import Callers, list_agents
 from workmem.gateway.chat import chat_completions
 from workmem.gateway.completions import completions
 from workmem.gateway.config import ServerConfig
@@ -30,7 +31,6 @@ from workmem.gateway.models import get_model, list_models
 from workmem.gateway.response_store import ResponseStore
 from workmem.gateway.responses import create_response, delete_response, get_response, list_input_items
 from workmem.index.history import PromptHistory
-from workmem.prompt.identity import SessionInferrer
 from workmem.store.selector import Purged, PurgeSelector
 
 _OF_CLIENTS = re.compile(r"^/(?:v1/v1/.*|models|completions|chat/completions|responses|v1/?)$")
@@ -60,6 +60,7 @@ def build_app(
         events=metrics.events,
     )
     metrics.add_readings(responses.gauges)
+    callers = Callers()
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None]:
@@ -79,6 +80,7 @@ def build_app(
             ("/v1/responses/{id}", "GET", get_response),
             ("/v1/responses/{id}", "DELETE", delete_response),
             ("/v1/responses/{id}/input_items", "GET", list_input_items),
+            ("/debug/agents", "GET", list_agents),
             ("/debug/requests", "GET", list_requests),
             ("/debug/requests/{id}", "GET", explain_request),
             ("/debug/drop_vram", "POST", drop_vram),
@@ -93,12 +95,13 @@ def build_app(
     app.state.history = history
     app.state.request_log = request_log
     app.state.responses = responses
+    app.state.callers = callers
     app.state.service = Service(
         engine=engine,
         history=history,
         request_log=request_log,
         metrics=metrics,
-        sessions=SessionInferrer(),
+        callers=callers,
         keepalive_s=config.keepalive_s,
         request_timeout_s=config.request_timeout_s,
     )

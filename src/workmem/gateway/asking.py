@@ -16,7 +16,6 @@ from workmem.gateway.turn import Turn
 from workmem.prompt.decode import convert, decode_json
 from workmem.prompt.dialects.places import Dialect
 from workmem.prompt.forced_calls import allowed_names, forced_schema, offered_names
-from workmem.prompt.identity import identify, with_session
 from workmem.prompt.messages import plain_content
 from workmem.prompt.openai import ChatRequest
 from workmem.prompt.prompt import Prompt
@@ -78,7 +77,13 @@ async def ask(
         template_kwargs=prompt.template_kwargs,
     )
     rendered = msgspec.structs.replace(rendered, spans=prompt.in_client_words(rendered.spans))
-    caller = identify(header_map(exchange.request), wire.body, tenant=exchange.tenant)
+    caller = service.callers.who(
+        header_map(exchange.request),
+        wire.body,
+        tenant=exchange.tenant,
+        model=request.model,
+        history=prompt.messages,
+    )
     order = Order(
         id=answer_id,
         request_id=exchange.request_id,
@@ -86,7 +91,7 @@ async def ask(
         prompts=[rendered],
         n=request.n or 1,
         sampling=sampling,
-        caller=with_session(caller, service.sessions, request.model, prompt.messages),
+        caller=caller,
         priority=request.priority or 0,
         reuse=request.allows_reuse,
         handoff=request.handoff,

@@ -18,9 +18,9 @@ from workmem.gateway.models import require_model
 from workmem.gateway.replies import completion_logprobs, transfer_body, usage_body
 from workmem.gateway.sse import DONE, KEEPALIVE, EventStream, event
 from workmem.prompt.decode import convert, decode_json
-from workmem.prompt.identity import history_of, identify, with_session
 from workmem.prompt.openai import CHOICES_MAX, CompletionRequest
 from workmem.prompt.sampling import completion_sampling
+from workmem.prompt.sessions import history_of
 
 
 async def completions(exchange: Exchange) -> Answer:
@@ -36,7 +36,13 @@ async def completions(exchange: Exchange) -> Answer:
         raise ClientError(
             f"{len(prompts)} prompts times n={n} exceeds {CHOICES_MAX} completions.", param="prompt"
         )
-    caller = identify(header_map(exchange.request), raw, tenant=exchange.tenant)
+    caller = service.callers.who(
+        header_map(exchange.request),
+        raw,
+        tenant=exchange.tenant,
+        model=request.model,
+        history=history_of(raw),
+    )
     order = Order(
         id=f"cmpl-{uuid.uuid4().hex}",
         request_id=exchange.request_id,
@@ -44,7 +50,7 @@ async def completions(exchange: Exchange) -> Answer:
         prompts=prompts,
         n=n,
         sampling=sampling,
-        caller=with_session(caller, service.sessions, request.model, history_of(raw)),
+        caller=caller,
         priority=request.priority or 0,
         reuse=request.allows_reuse,
         handoff=request.handoff,

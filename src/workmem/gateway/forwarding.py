@@ -13,6 +13,7 @@ import msgspec
 from workmem.core.errors import ClientError, ConfigError
 from workmem.core.events import RequestMoved
 from workmem.core.generation import Caller
+from workmem.gateway.callers import Callers
 from workmem.gateway.config import ServerConfig, UpstreamConfig
 from workmem.gateway.exchange import Answer, Exchange, header_map
 from workmem.gateway.expected import Ended, Expectations
@@ -34,7 +35,7 @@ from workmem.gateway.tries import Tries
 from workmem.gateway.upstream_metrics import UpstreamMetrics
 from workmem.gateway.usage_peek import UsagePeek
 from workmem.prompt.decode import decode_json
-from workmem.prompt.identity import SessionInferrer, history_of, identify, with_session
+from workmem.prompt.sessions import history_of
 
 
 class Upstream:
@@ -46,7 +47,7 @@ class Upstream:
         if not servers:
             raise ConfigError("$.upstream.urls: upstream mode needs at least one URL.")
         self.servers = servers
-        self.sessions = SessionInferrer()
+        self.callers = Callers()
         self.request_log = RequestLog(front.explain_prompts_max)
         counted = UpstreamMetrics(metrics)
         self.roles = Roles(servers, counted)
@@ -91,9 +92,7 @@ class Upstream:
         raw = _object_in(exchange.body)
         model = raw["model"] if isinstance(raw.get("model"), str) else ""
         headers = header_map(exchange.request)
-        caller = with_session(
-            identify(headers, raw, tenant=exchange.tenant), self.sessions, model, history_of(raw)
-        )
+        caller = self.callers.who(headers, raw, tenant=exchange.tenant, model=model, history=history_of(raw))
         session = f"{caller.tenant}\0{caller.session}" if caller.session else ""
 
         def order() -> list[UpstreamServer]:

@@ -19,11 +19,11 @@ from workmem.core.generation import (
     SamplingParams,
     Usage,
 )
+from workmem.gateway.callers import Callers
 from workmem.gateway.exchange import Exchange
 from workmem.gateway.explain import RequestLog, RequestRecord
 from workmem.gateway.metrics import Metrics
 from workmem.index.history import PromptHistory
-from workmem.prompt.identity import SessionInferrer
 from workmem.prompt.sampling import seed_of_choice
 
 _DELTAS_WAITING_MAX = 64
@@ -37,7 +37,7 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
     history: PromptHistory
     request_log: RequestLog
     metrics: Metrics
-    sessions: SessionInferrer
+    callers: Callers
     keepalive_s: float
     request_timeout_s: float
 

@@ -10,6 +10,7 @@ from functools import partial
 from starlette.applications import Starlette
 
 from workmem.gateway.app import assemble
+from workmem.gateway.callers import list_agents
 from workmem.gateway.config import ServerConfig, UpstreamConfig
 from workmem.gateway.exchange import Answer, Exchange, state_of
 from workmem.gateway.explain import list_requests
@@ -60,6 +61,7 @@ def build_upstream_app(upstream: UpstreamConfig, config: ServerConfig | None = N
             ("/v1/{path:path}", "POST", _forward),
             ("/v1/{path:path}", "GET", _forward),
             ("/v1/{path:path}", "DELETE", _forward),
+            ("/debug/agents", "GET", list_agents),
             ("/debug/requests", "GET", list_requests),
             ("/debug/requests/{id}", "GET", explain_passed),
             ("/debug/servers", "GET", list_servers),
@@ -72,6 +74,7 @@ def build_upstream_app(upstream: UpstreamConfig, config: ServerConfig | None = N
     )
     app.state.upstream = front
     app.state.request_log = front.request_log
+    app.state.callers = front.callers
     app.state.upstream_config = upstream
     app.state.servers = servers
     app.state.roles = front.roles

@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
-
-import msgspec
 
 from workmem.core.generation import Caller
 
 NAME_CHARS_MAX = 128
-SESSIONS_MAX = 4096
-_TEXT_PIECE_CHARS = 512
 
-# Session headers: ours, then the common ones, then those of single clients and routers.
+# Ours, then the common ones, then those of single clients and routers.
 _SESSION_HEADERS = (
     "x-workmem-session",
     "x-session-id",
@@ -36,102 +32,86 @@ _SESSION_HEADERS = (
     "x-dynamo-session-id",
     "x-amp-thread-id",
     "x-aibrix-session-key",
+    "x-litellm-session-id",
+    "x-smg-routing-key",
 )
 _AGENT_HEADERS = ("x-workmem-agent", "x-claude-code-agent-id", "x-openclaw-agent-id")
-_WORKFLOW_HEADERS = ("x-workmem-workflow", "x-parent-session-id", "x-dynamo-parent-session-id")
-_SESSION_FIELDS = ("session_id", "session", "conversation_id", "thread_id", "contextId")
-_AGENT_FIELDS = ("agent", "agent_id", "agent_name")
-_WORKFLOW_FIELDS = ("workflow", "workflow_id", "program_id", "run_id")
+_PARENT_HEADERS = (
+    "x-workmem-parent",
+    "x-parent-session-id",
+    "x-claude-code-parent-agent-id",
+    "x-dynamo-parent-session-id",
+)
+_WORKFLOW_HEADERS = ("x-workmem-workflow",)
+_SESSION_FIELDS = (
+    "session_id",
+    "session",
+    "conversation_id",
+    "thread_id",
+    "contextId",
+    "lifecycle_id",
+)
+_AGENT_FIELDS = ("agent", "agent_id", "agent_name", "agent_type")
+_PARENT_FIELDS = ("parent", "parent_session_id", "parent_agent_id", "parent_program_id", "parent_thread_id")
+_WORKFLOW_FIELDS = ("workflow", "workflow_id", "program_id", "run_id", "task_id", "join_group")
+
+_RUNTIME = re.compile(r"^\W*Runtime: agent=([^|\s]{1,128}) \| (?:session=([^|\s]{1,128}))?", re.MULTILINE)
+_RUNTIME_WITHIN = 65_536
+"""Characters of a message that are searched for OpenClaw's line."""
 
 
 def identify(headers: Mapping[str, str], body: Mapping[str, Any], *, tenant: str) -> Caller:
     """The caller as far as the wire tells; `session` is empty where it must be inferred.
 
-    `headers` has lower-case names. `traceparent` names a workflow and not a session: one trace may
+    `headers` has lower-case names. A trace (`traceparent`) names a workflow and not a session: one trace may
     span several agents, and many clients open one per request. So do `user` and
     `safety_identifier`: a person runs many sessions.
     """
-    hints = [_object(body.get("metadata")), _claude_user(body), _agentic_context(body)]
+    hints = _hints(body)
+    trace = _trace_id(headers.get("traceparent", ""))
     session = (
         _header(headers, _SESSION_HEADERS)
-        or _first(_name(hint.get(field)) for hint in hints for field in _SESSION_FIELDS)
-        or _name(body.get("session_id"))
-        or _name(body.get("prompt_cache_key"))
+        or _field(hints, _SESSION_FIELDS)
+        or _first(_name(body.get(field)) for field in ("session_id", "prompt_cache_key", "conversation"))
+        or _name(_object(body.get("conversation")).get("id"))
     )
-    agent = _header(headers, _AGENT_HEADERS) or _first(
-        _name(hint.get(field)) for hint in hints for field in _AGENT_FIELDS
-    )
+    agent = _header(headers, _AGENT_HEADERS) or _field(hints, _AGENT_FIELDS)
+    if not session and not agent:
+        agent, session = _of_runtime_line(body)
     workflow = (
         _header(headers, _WORKFLOW_HEADERS)
-        or _first(_name(hint.get(field)) for hint in hints for field in _WORKFLOW_FIELDS)
-        or _trace_id(headers.get("traceparent", ""))
+        or _field(hints, _WORKFLOW_FIELDS)
+        or trace
         or _name(body.get("safety_identifier"))
         or _name(body.get("user"))
     )
-    return Caller(tenant=tenant, workflow=workflow, agent=agent, session=session)
+    parent = _header(headers, _PARENT_HEADERS) or _field(hints, _PARENT_FIELDS)
+    return Caller(tenant=tenant, workflow=workflow, agent=agent, session=session, parent=parent, trace=trace)
 
 
-class SessionInferrer:
-    """Recognises a session by its history: a request that extends an earlier one continues it.
-
-    Keeps one digest per remembered request, at most `sessions_max`, least recently used out first.
-    """
-
-    def __init__(self, sessions_max: int = SESSIONS_MAX) -> None:
-        self._sessions_max = sessions_max
-        self._by_history: OrderedDict[bytes, str] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._by_history)
-
-    def infer(self, scope: str, messages: Sequence[Any]) -> str:
-        """Session of a request with `messages`, and remember it. `scope`: tenant and model.
-
-        The name of a new session is a digest of its first request, so it survives a restart.
-        """
-        parent = hashlib.blake2b(scope.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-        chain: list[bytes] = []
-        for message in messages:
-            body = msgspec.json.encode(message, order="sorted")
-            parent = hashlib.blake2b(parent + body, digest_size=16).digest()
-            # Instructions alone are shared by many agents: they are nobody's history.
-            if chain or _object(message).get("role") not in ("system", "developer"):
-                chain.append(parent)
-        if not chain:
-            return f"inferred-{parent.hex()[:16]}" if messages else ""
-        session = next((found for key in reversed(chain) if (found := self._by_history.get(key))), "")
-        session = session or f"inferred-{chain[-1].hex()[:16]}"
-        self._by_history[chain[-1]] = session
-        self._by_history.move_to_end(chain[-1])
-        while len(self._by_history) > self._sessions_max:
-            self._by_history.popitem(last=False)
-        return session
+def _hints(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The objects in which clients say who they are, in the order in which they are believed."""
+    xargs = _object(body.get("vllm_xargs"))
+    params = _object(body.get("kv_transfer_params"))
+    return [
+        _object(body.get("workmem")),
+        _object(body.get("metadata")),
+        _claude_user(body),
+        _object_or_json(xargs.get("agentic_context")),
+        _object(body.get("agent_hint")),
+        _object(xargs.get("tokencake")),
+        _object(params.get("workmem")),
+        _object(body.get("client_metadata")),
+        _object(_object(body.get("nvext")).get("agent_hints")),
+    ]
 
 
-def with_session(caller: Caller, sessions: SessionInferrer, model: str, history: Sequence[Any]) -> Caller:
-    """`caller` with a session, inferred from `history` where the client named none."""
-    if caller.session:
-        return caller
-    return msgspec.structs.replace(caller, session=sessions.infer(f"{caller.tenant}\0{model}", history))
-
-
-def history_of(body: Mapping[str, Any]) -> list[Any]:
-    """What a body says, as a list that grows from turn to turn."""
-    for field in ("messages", "input", "prompt"):
-        value = body.get(field)
-        if isinstance(value, list):
-            return list(value)
-        if isinstance(value, str):
-            # Raw text grows in the middle of a piece: only whole pieces can come back unchanged.
-            whole = len(value) // _TEXT_PIECE_CHARS * _TEXT_PIECE_CHARS
-            return [value[at : at + _TEXT_PIECE_CHARS] for at in range(0, whole, _TEXT_PIECE_CHARS)] or [
-                value
-            ]
-    return []
-
-
-def _first(names: Any) -> str:
+def _first(names: Iterable[str]) -> str:
     return next((name for name in names if name), "")
+
+
+def _field(hints: Iterable[Mapping[str, Any]], fields: tuple[str, ...]) -> str:
+    return _first(_name(hint.get(field)) for hint in hints for field in fields)
 
 
 def _header(headers: Mapping[str, str], names: tuple[str, ...]) -> str:
@@ -152,26 +132,38 @@ def _object(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _claude_user(body: Mapping[str, Any]) -> dict[str, Any]:
-    """`metadata.user_id` as Claude Code sends it: JSON text that holds a `session_id`."""
-    user_id = _object(body.get("metadata")).get("user_id")
-    if not isinstance(user_id, str) or not user_id.startswith("{"):
-        return {}
-    try:
-        return _object(json.loads(user_id))
-    except (ValueError, RecursionError):
-        return {}
-
-
-def _agentic_context(body: Mapping[str, Any]) -> dict[str, Any]:
-    """VLLM's agent context, as an object or as JSON text."""
-    context = _object(body.get("vllm_xargs")).get("agentic_context")
-    if isinstance(context, str):
+def _object_or_json(value: Any) -> dict[str, Any]:
+    """An object, or JSON text of one."""
+    if isinstance(value, str) and value.startswith("{"):
         try:
-            context = json.loads(context)
+            value = json.loads(value)
         except (ValueError, RecursionError):
             return {}
-    return _object(context)
+    return _object(value)
+
+
+_CLAUDE_USER = re.compile(r"_session_([0-9a-fA-F-]{8,64})$")
+
+
+def _claude_user(body: Mapping[str, Any]) -> dict[str, Any]:
+    """`metadata.user_id` as Claude Code sends it: JSON text that holds a `session_id`, or text that ends with one."""
+    user_id = _object(body.get("metadata")).get("user_id")
+    if isinstance(user_id, str) and (found := _CLAUDE_USER.search(user_id)):
+        return {"session_id": found[1]}
+    return _object_or_json(user_id)
+
+
+def _of_runtime_line(body: Mapping[str, Any]) -> tuple[str, str]:
+    """Agent and session that OpenClaw writes into its first messages; empty where there is no such line."""
+    messages = body.get("messages")
+    for message in messages[:3] if isinstance(messages, list) else ():
+        content = _object(message).get("content")
+        parts: list[Any] = content if isinstance(content, list) else [content]
+        for part in parts:
+            text = _object(part).get("text") if isinstance(part, dict) else part
+            if isinstance(text, str) and (found := _RUNTIME.search(text, 0, _RUNTIME_WITHIN)):
+                return _name(found[1]), _name(found[2])
+    return "", ""
 
 
 def _trace_id(traceparent: str) -> str:

@@ -23,6 +23,11 @@ app.command(
     help="Show where a request's prompt came from, span by span.",
 )
 app.command(
+    "workmem.cli.doctor:doctor",
+    name="doctor",
+    help="Probe a running server: does it reuse prompts, does it say so, and what keeps it from it.",
+)
+app.command(
     "workmem.cli.demo:demo", name="demo", help="Agents at work with reuse off, on, and after a restart."
 )
 app.command(

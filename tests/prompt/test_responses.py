@@ -157,6 +157,7 @@ def test_thinking_that_others_encrypted_is_left_out_and_told(sealed):
     assert [(one.path, one.type) for one in made.left_out] == [("input[1]", "reasoning")]
 
 
+@settings(deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_what_is_carried_comes_back(text):
     assert carried(carry(text)) == text
@@ -400,6 +401,7 @@ ITEMS = [
 ]
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(ITEMS), min_size=1, max_size=8))
 def test_a_stored_item_means_what_it_meant(items):
     stored = [stored_item(item, f"{number:x}") for number, item in enumerate(items)]
@@ -408,6 +410,7 @@ def test_a_stored_item_means_what_it_meant(items):
     assert [stored_item(item, "other") for item in stored] == stored
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(ITEMS), min_size=1, max_size=8))
 def test_every_origin_is_a_place_of_the_body(items):
     body = {"input": items, "instructions": "Be kind.", "tools": [LOOK, AGENTS]}
@@ -459,7 +462,7 @@ def place_of(body, path):
 FIELDS = ("input", "tools", "tool_choice", "text", "reasoning", "include", "instructions", "metadata")
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(st.fixed_dictionaries({"model": st.just("m")}, optional=dict.fromkeys(FIELDS, JUNK)))
 def test_anything_is_translated_or_refused_by_a_path(body):
     _is_translated_or_refused(body)
@@ -470,7 +473,7 @@ MANGLED = st.tuples(
 ).map(lambda pair: {**pair[0], **pair[1]})
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(st.lists(MANGLED, max_size=4), st.lists(MANGLED, max_size=3), JUNK)
 def test_nearly_right_items_are_translated_or_refused_by_a_path(items, tools, choice):
     _is_translated_or_refused({"model": "m", "input": items, "tools": tools, "tool_choice": choice})

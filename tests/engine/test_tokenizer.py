@@ -128,8 +128,62 @@ def test_a_template_without_tools_gets_them_as_text(make):
     check(tokenizer, prompt)
     spans = texts(tokenizer, prompt)
     assert ("tools[0]", json.dumps(TOOL["function"], ensure_ascii=False)) in spans
-    assert any(path == "messages[2].content" and "<tool_call>" in text for path, text in spans)
+    call = "messages[2].tool_calls[0].function.arguments"
+    assert any(path == call and "<tool_call>" in text for path, text in spans)
     assert any(path == "messages[3].content" and "21° und sonnig" in text for path, text in spans)
+    assert any(path == "tools" and "To call a function" in text for path, text in spans)
+
+
+@pytest.mark.parametrize("tools", ["{{ tools }}", ""], ids=["with tools", "without"])
+def test_passages_of_a_content_are_told_apart(make, tools):
+    """What a client sent in pieces is explained piece by piece, where the pieces are alike too."""
+    tokenizer = make(tools + "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}{% endfor %}")
+    chat = [
+        {"role": "system", "content": " one\ntwo"},
+        {"role": "user", "content": "one\none\none "},
+        {"role": "assistant", "content": "", "tool_calls": [CALL, CALL]},
+        {"role": "tool", "tool_call_id": "c1", "content": "one\ntwo"},
+        {"role": "tool", "tool_call_id": "c1", "content": "three"},
+        {"role": "user", "content": "one"},
+    ]
+    passages = {
+        "messages[0].content": [" one", "two"],
+        "messages[1].content": ["one", "one", "one "],
+        "messages[3].content": ["one", "two"],
+    }
+    prompt = tokenizer.render_chat(chat, tools=[TOOL], passages=passages)
+    check(tokenizer, prompt)
+    words = {
+        path: "".join(text for at, text in texts(tokenizer, prompt) if at == path)
+        for path, _ in texts(tokenizer, prompt)
+    }
+    for path, word in [
+        ("messages[0].content[0]", "one"),
+        ("messages[0].content[1]", "two"),
+        ("messages[1].content[0]", "one"),
+        ("messages[1].content[1]", "one"),
+        ("messages[1].content[2]", "one"),
+        ("messages[3].content[0]", "one"),
+        ("messages[3].content[1]", "two"),
+        ("messages[4].content", "three"),
+        ("messages[5].content", "one"),
+    ]:
+        assert word in words[path], path
+    assert prompt.token_ids == tokenizer.render_chat(chat, tools=[TOOL]).token_ids
+
+
+@pytest.mark.parametrize(
+    ("ending", "thinking"),
+    [("", "possible"), ("<think>\n", "begun"), ("<think>\n\n</think>\n\n", "none")],
+)
+def test_a_prompt_says_whether_its_answer_begins_with_thoughts(make, ending, thinking):
+    template = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
+    tokenizer = make(template + "{{ '" + ending.replace("\n", "\\n") + "' }}")
+    assert tokenizer.render_chat([{"role": "user", "content": "x"}]).thinking == thinking
+
+
+def test_a_template_that_knows_no_thoughts_gives_none(tiny):
+    assert tiny.render_chat([{"role": "user", "content": "<think>"}]).thinking == "none"
 
 
 def test_the_developer_role_is_the_system_role(tiny):

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from workmem.config import Config, is_section
+from workmem.prompt.anthropic import CountRequest, MessagesRequest
 from workmem.prompt.openai import ChatRequest, CompletionRequest
 from workmem.prompt.responses import ResponsesRequest
 
@@ -186,7 +187,7 @@ def test_names_say_what_a_thing_is():
 
 @pytest.mark.parametrize(
     "struct",
-    [ChatRequest, CompletionRequest, ResponsesRequest, *sections(Config)],
+    [ChatRequest, CompletionRequest, ResponsesRequest, CountRequest, MessagesRequest, *sections(Config)],
     ids=lambda one: one.__name__,
 )
 def test_every_field_of_a_request_and_every_setting_is_read(struct):

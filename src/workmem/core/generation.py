@@ -5,13 +5,16 @@ The embedded engine implements `Engine`; tests implement it with a fake only for
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from typing import Annotated, Any, Protocol
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 from msgspec import Meta
 
 from workmem.core.outcomes import COMPUTED, SourceRun
+
+ThinkingState = Literal["none", "possible", "begun"]
+"""Whether an answer may begin with thoughts between `<think>` and `</think>`, or is in the middle of them."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +65,8 @@ class RenderedPrompt(msgspec.Struct, frozen=True, kw_only=True):
 
     token_ids: list[int]
     spans: tuple[Span, ...]
+    thinking: ThinkingState = "none"
+    """Of the answer to it."""
 
 
 class Handoff(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,12 +127,17 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
-    """A step of output. The last one carries `finish_reason` ("stop", "length", "cancelled") and `usage`."""
+    """A step of output. The last one carries `finish_reason` ("stop", "length", "cancelled") and `usage`.
+
+    The first one may carry `usage` too: where the prompt came from is known by then.
+    """
 
     text: str = ""
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: str | None = None
+    stopped_by: str | None = None
+    """The stop string that ended the text, where one did."""
     usage: Usage | None = None
 
 
@@ -164,10 +174,12 @@ class Engine(Protocol):
         *,
         tools: Sequence[dict[str, Any]] = (),
         template_kwargs: dict[str, Any] | None = None,
+        passages: Mapping[str, Sequence[str]] | None = None,
     ) -> RenderedPrompt:
         """Apply the model's chat template, ready for the assistant's turn.
 
-        `messages` and `tools` are OpenAI Chat Completions objects; the content of each message is text.
+        `messages` and `tools` are OpenAI Chat Completions objects; the content of each message is text. `passages`
+        has, by path, the texts that a content was joined from: each gets a span of its own, `messages[2].content[1]`.
         Raises ClientError where the template refuses them.
         """
         ...

@@ -26,6 +26,7 @@ from workmem.gateway.explain import RequestLog, explain_request, list_requests
 from workmem.gateway.failures import Refusal, error_response, json_response
 from workmem.gateway.generation import Service
 from workmem.gateway.keys import ApiKeys
+from workmem.gateway.messages import count_tokens, messages
 from workmem.gateway.metrics import Metrics
 from workmem.gateway.models import get_model, list_models
 from workmem.gateway.response_store import ResponseStore
@@ -33,7 +34,7 @@ from workmem.gateway.responses import create_response, delete_response, get_resp
 from workmem.index.history import PromptHistory
 from workmem.store.selector import Purged, PurgeSelector
 
-_OF_CLIENTS = re.compile(r"^/(?:v1/v1/.*|models|completions|chat/completions|responses|v1/?)$")
+_OF_CLIENTS = re.compile(r"^/(?:v1/v1/.*|models|completions|chat/completions|responses|messages|v1/?)$")
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
 
@@ -80,6 +81,8 @@ def build_app(
             ("/v1/responses/{id}", "GET", get_response),
             ("/v1/responses/{id}", "DELETE", delete_response),
             ("/v1/responses/{id}/input_items", "GET", list_input_items),
+            ("/v1/messages", "POST", messages),
+            ("/v1/messages/count_tokens", "POST", count_tokens),
             ("/debug/agents", "GET", list_agents),
             ("/debug/requests", "GET", list_requests),
             ("/debug/requests/{id}", "GET", explain_request),
@@ -180,8 +183,11 @@ async def _no_such_path(request: Request, error: Exception) -> Response:
     code = "unknown_url" if error.status_code == 404 else "method_not_allowed"
     # What remains when a client's base_url lacks its end, or has it twice.
     if code == "unknown_url" and _OF_CLIENTS.search(request.url.path):
-        text += f"; a client's base_url is {request.base_url}v1"
+        # Anthropic's clients add the version themselves.
+        version = "" if request.url.path.endswith("/messages") else "v1"
+        text += f"; a client's base_url is {request.base_url}{version}"
     elif allowed := (error.headers or {}).get("allow"):
         text += f", but {allowed} is"
     text += "."
-    return error_response(Refusal(error.status_code, text, code=code, headers=dict(error.headers or {})))
+    refusal = Refusal(error.status_code, text, code=code, headers=dict(error.headers or {}))
+    return error_response(refusal, request.url.path)

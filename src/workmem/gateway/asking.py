@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import msgspec
 
 from workmem.core.errors import ClientError
+from workmem.core.generation import RenderedPrompt
 from workmem.gateway.exchange import Exchange, header_map, state_of
 from workmem.gateway.generation import Generation, Order, Service, start
 from workmem.gateway.models import require_model
@@ -45,6 +48,64 @@ def read_wire(exchange: Exchange, dialect: Dialect) -> Wire:
     return Wire(dialect=dialect, body=decode_json(exchange.body))
 
 
+class Chat(NamedTuple):
+    """A chat that is ready to run."""
+
+    request: ChatRequest
+    prompt: Prompt
+    rendered: RenderedPrompt
+
+
+async def render(
+    service: Service,
+    chat: dict[str, Any],
+    *,
+    origins: dict[str, str] | None = None,
+    passages: dict[str, list[str]] | None = None,
+) -> Chat:
+    """Read and render `chat`, the body of a chat completion; `origins` and `passages` as in `Prompt`.
+
+    Raises ClientError where the request is wrong, with the path that the client knows.
+    """
+    with _in_client_words(origins or {}):
+        request = _read(service, chat)
+        prompt = Prompt(
+            messages=plain_content(chat["messages"], request.messages),
+            tools=chat.get("tools") or [],
+            origins=origins or {},
+            passages=passages or {},
+            template_kwargs=request.chat_template_kwargs,
+        )
+        # A long chat takes milliseconds to render: other clients' streams must not wait for it.
+        rendered = await asyncio.to_thread(
+            service.engine.render_chat,
+            prompt.messages,
+            tools=prompt.tools,
+            template_kwargs=prompt.template_kwargs,
+            passages=prompt.passages,
+        )
+    rendered = msgspec.structs.replace(rendered, spans=prompt.in_client_words(rendered.spans))
+    return Chat(request, prompt, rendered)
+
+
+@contextmanager
+def _in_client_words(origins: dict[str, str]) -> Generator[None]:
+    """What is wrong is told by the client's own path."""
+    try:
+        yield
+    except ClientError as error:
+        error.param = origins.get(error.param or "", error.param)
+        raise
+
+
+def _read(service: Service, chat: dict[str, Any]) -> ChatRequest:
+    request = convert(chat, ChatRequest)
+    require_model(service.engine, request.model)
+    if request.functions or request.function_call is not None:
+        raise ClientError("functions and function_call are gone from the API: use tools.", param="functions")
+    return request
+
+
 async def ask(
     exchange: Exchange,
     wire: Wire,
@@ -52,31 +113,21 @@ async def ask(
     *,
     answer_id: str,
     origins: dict[str, str] | None = None,
+    passages: dict[str, list[str]] | None = None,
+    is_cut_to_fit: bool = False,
 ) -> Asked:
     """Start what `chat`, the body of a chat completion, asks for; `wire` is what the client sent.
 
-    `origins` as in `Prompt`. Raises ClientError where the request is wrong, and what the engine refuses it with.
+    An answer that could be longer than the context is refused, or with `is_cut_to_fit` ended where that ends.
+    Raises as `render` does, and what the engine refuses the request with.
     """
     service: Service = state_of(exchange.request, "service")
-    request = convert(chat, ChatRequest)
-    require_model(service.engine, request.model)
-    if request.functions or request.function_call is not None:
-        raise ClientError("functions and function_call are gone from the API: use tools.", param="functions")
-    prompt = Prompt(
-        messages=plain_content(chat["messages"], request.messages),
-        tools=chat.get("tools") or [],
-        origins=origins or {},
-        template_kwargs=request.chat_template_kwargs,
-    )
-    sampling = chat_sampling(request, forced_schema(request, prompt.tools))
-    # A long chat takes milliseconds to render: other clients' streams must not wait for it.
-    rendered = await asyncio.to_thread(
-        service.engine.render_chat,
-        prompt.messages,
-        tools=prompt.tools,
-        template_kwargs=prompt.template_kwargs,
-    )
-    rendered = msgspec.structs.replace(rendered, spans=prompt.in_client_words(rendered.spans))
+    request, prompt, rendered = await render(service, chat, origins=origins, passages=passages)
+    with _in_client_words(prompt.origins):
+        sampling = chat_sampling(request, forced_schema(request, prompt.tools))
+    room = service.engine.info.max_context - len(rendered.token_ids)
+    if is_cut_to_fit and sampling.max_tokens is not None and 0 < room < sampling.max_tokens:
+        sampling = msgspec.structs.replace(sampling, max_tokens=room)
     caller = service.callers.who(
         header_map(exchange.request),
         wire.body,
@@ -99,5 +150,7 @@ async def ask(
     calls_max = 1 if request.parallel_tool_calls is False else None
     names = offered_names(request)
     allowed = allowed_names(request)
-    turns = [Turn(names, calls_max=calls_max, allowed=allowed) for _ in range(order.n)]
+    # What must be JSON from its first character on has no thoughts before it.
+    thinking = rendered.thinking if sampling.json_schema is None else "none"
+    turns = [Turn(names, calls_max=calls_max, allowed=allowed, thinking=thinking) for _ in range(order.n)]
     return Asked(service, request, order, await start(service, order, exchange), turns)

@@ -15,6 +15,7 @@ from workmem.gateway.replies import chat_logprobs, tool_call_body, transfer_body
 from workmem.gateway.sse import DONE, KEEPALIVE, EventStream, event
 from workmem.gateway.turn import MadeCall, Turn
 from workmem.prompt.dialects.chat import CHAT
+from workmem.prompt.thinking import Thought
 
 
 async def chat_completions(exchange: Exchange) -> Answer:
@@ -87,6 +88,8 @@ class _Reply:
         for piece in choice.take(text, finish_reason):
             if isinstance(piece, str):
                 bodies.append({"content": piece})
+            elif isinstance(piece, Thought):
+                bodies.append({"reasoning_content": piece.text})
             else:
                 bodies.append({"tool_calls": [{"index": piece.index, **_call(piece)}]})
         if self._request.logprobs and logprobs and not any("content" in body for body in bodies[-1:]):
@@ -122,6 +125,8 @@ class _Reply:
 
 def _message(turn: Turn) -> dict[str, Any]:
     body: dict[str, Any] = {"role": "assistant", "content": turn.text, "refusal": None}
+    if turn.thoughts:
+        body["reasoning_content"] = turn.thinking
     if turn.calls:
         body |= {"content": turn.text or None, "tool_calls": [_call(call) for call in turn.calls]}
     return body

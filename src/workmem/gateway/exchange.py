@@ -19,10 +19,11 @@ from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from workmem.core.units import parse_bytes
+from workmem.gateway.anthropic_shapes import is_anthropic
 from workmem.gateway.config import ServerConfig
 from workmem.gateway.failures import ClientGone, Refusal, describe, error_response
 from workmem.gateway.keys import ApiKeys
-from workmem.gateway.sse import event
+from workmem.gateway.sse import error_event
 
 log = logging.getLogger("workmem.gateway")
 HEADER_BYTES_MAX = 64 * 1024
@@ -50,6 +51,11 @@ class Exchange:
         self.held = AsyncExitStack()
         """What must be closed when the exchange ends, however it ends."""
 
+    @property
+    def path(self) -> str:
+        """That was asked for."""
+        return self.request.scope["path"]
+
 
 Endpoint = Callable[[Exchange], Awaitable[Answer]]
 
@@ -76,7 +82,7 @@ class Boundary:
             if refusal.status in (408, 413):
                 # The rest of the body is still on its way; the connection cannot be used again.
                 refusal.headers["connection"] = "close"
-            await error_response(refusal)(scope, receive, timed)
+            await error_response(refusal, scope["path"])(scope, receive, timed)
             return
         except ClientGone:
             return
@@ -114,7 +120,7 @@ class Boundary:
             except Exception as error:
                 # The engine is let go first: a slow reader of the answer must not keep it busy.
                 await exchange.held.aclose()
-                answer = error_response(error)
+                answer = error_response(error, exchange.path)
                 if getattr(answer, "status_code", 0) >= 500:
                     # A refusal was foreseen, and its text says it all.
                     trace = None if isinstance(error, Refusal) else error
@@ -208,10 +214,10 @@ class _TimedSend:
             if self.is_complete:
                 return
             if not self._has_started:
-                await error_response(error)(self._scope, _nothing, self)
+                await error_response(error, self._scope["path"])(self._scope, _nothing, self)
             elif self._is_stream:
                 # A blank line first: what was passed on may have ended in the middle of an event.
-                last = b"\n\n" + event(describe(error)[1])
+                last = b"\n\n" + error_event(describe(error, self._scope["path"])[1])
                 await self({"type": "http.response.body", "body": last, "more_body": False})
             elif self._abort is not None:
                 self._abort()
@@ -221,6 +227,8 @@ class _TimedSend:
         if message["type"] == "http.response.start":
             headers = MutableHeaders(scope=message)
             headers["x-request-id"] = self._request_id
+            if is_anthropic(self._scope["path"]):
+                headers.setdefault("request-id", self._request_id)
             self._has_started = True
             self._is_stream = headers.get("content-type", "").startswith("text/event-stream")
         try:

@@ -1,4 +1,4 @@
-"""Which HTTP answer an error becomes, in OpenAI's shape. The only place that knows status codes."""
+"""Which HTTP answer an error becomes, in the shape of the API that was asked. The only place that knows status codes."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from workmem.core.errors import (
     UnknownModel,
     WorkmemError,
 )
+from workmem.gateway.anthropic_shapes import error_in_anthropic, is_anthropic
 
 
 class Refusal(Exception):
@@ -51,8 +52,14 @@ def error_body(message: str, *, kind: str, code: str | None, param: str | None =
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def describe(error: BaseException) -> tuple[int, dict[str, Any], dict[str, str]]:
-    """Status, body and headers for `error`. What we did not foresee says nothing of its inside."""
+def describe(error: BaseException, path: str = "") -> tuple[int, dict[str, Any], dict[str, str]]:
+    """Status, body and headers for `error`, where `path` was asked for."""
+    status, body, headers = _described(error)
+    return status, error_in_anthropic(status, body) if is_anthropic(path) else body, headers
+
+
+def _described(error: BaseException) -> tuple[int, dict[str, Any], dict[str, str]]:
+    """In OpenAI's shape. What we did not foresee says nothing of its inside."""
     text = str(error)
     match error:
         case Refusal():
@@ -81,9 +88,9 @@ def describe(error: BaseException) -> tuple[int, dict[str, Any], dict[str, str]]
             return 500, error_body(text, kind="server_error", code="internal_error"), {}
 
 
-def error_response(error: BaseException) -> Response:
-    """The answer to a request that failed before anything was sent."""
-    status, body, headers = describe(error)
+def error_response(error: BaseException, path: str = "") -> Response:
+    """The answer to a request for `path` that failed before anything was sent."""
+    status, body, headers = describe(error, path)
     return json_response(body, status, headers)
 
 

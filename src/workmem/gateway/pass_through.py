@@ -11,10 +11,10 @@ from typing import Protocol
 import aiohttp
 from starlette.types import Receive, Scope, Send
 
-from workmem.gateway.failures import ClientGone, error_body
+from workmem.gateway.failures import ClientGone, Refusal, describe
 from workmem.gateway.metrics import Metrics
 from workmem.gateway.sending import Hop
-from workmem.gateway.sse import event
+from workmem.gateway.sse import error_event
 from workmem.gateway.usage_peek import UsagePeek
 
 log = logging.getLogger("workmem.gateway")
@@ -106,9 +106,10 @@ class PassThrough:
     async def _broke_off(self, scope: Scope, send: Send, error: Exception) -> None:
         log.warning("upstream %s broke off: %s", self._answer.url.origin(), error)
         if self._peek.is_stream:
-            body = error_body("The upstream server broke off.", kind="server_error", code="upstream_error")
+            broken = Refusal(502, "The upstream server broke off.", code="upstream_error")
+            last = error_event(describe(broken, scope["path"])[1])
             # A blank line first: the last event may be incomplete.
-            await send({"type": "http.response.body", "body": b"\n\n" + event(body), "more_body": True})
+            await send({"type": "http.response.body", "body": b"\n\n" + last, "more_body": True})
             return
         # Half a body must not look whole: cut the connection instead of ending it.
         abort = scope.get("workmem.abort")

@@ -43,7 +43,7 @@ class ResponseOutput:
             if isinstance(piece, MadeCall):
                 yield from self._close("completed")
                 yield from self._call(piece)
-            elif piece:
+            elif isinstance(piece, str) and piece:
                 yield from self._say(piece)
         if delta.finish_reason is not None:
             if not self.items:

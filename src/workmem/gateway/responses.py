@@ -18,7 +18,6 @@ from workmem.prompt.dialects.responses import RESPONSES
 from workmem.prompt.responses import ResponsesRequest
 from workmem.prompt.responses_chat import (
     PlacedItem,
-    Translation,
     as_chat,
     placed_input,
     read_request,
@@ -49,7 +48,7 @@ async def create_response(exchange: Exchange) -> Answer:
     try:
         asked = await ask(exchange, wire, translation.chat, answer_id=answer_id, origins=translation.origins)
     except ClientError as error:
-        error.param = _param(error, translation)
+        error.param = _param(error)
         raise
 
     def keep(body: dict[str, Any]) -> None:
@@ -147,8 +146,8 @@ def _held(exchange: Exchange, placed: PlacedItem) -> PlacedItem:
     return found
 
 
-def _param(error: ClientError, translation: Translation) -> str | None:
+def _param(error: ClientError) -> str | None:
     """The field at fault as the client calls it."""
     if error.param is None:
         return "input" if isinstance(error, ContextTooLong) else None
-    return translation.origins.get(error.param) or _PARAMS.get(error.param, error.param)
+    return _PARAMS.get(error.param, error.param)

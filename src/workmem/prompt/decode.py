@@ -45,7 +45,7 @@ def convert(raw: Any, kind: type[T], *, at: str = "") -> T:
         path = found.group(1) if found else ""
         if missing:
             path = f"{path}.{missing.group(1)}" if path else missing.group(1)
-        elif choices := _choices(kind, path):
+        elif choices := _choices(kind, path, raw):
             described = f"; choose one of {', '.join(choices)}"
         elif "got" not in message:
             described = _given(raw, path)
@@ -71,13 +71,24 @@ def _given(raw: Any, path: str) -> str:
     return f", got {text}" if len(text) <= _SHOWN_CHARS_MAX else ""
 
 
-def _choices(kind: Any, path: str) -> list[str]:
+def _choices(kind: Any, path: str, raw: Any) -> list[str]:
     """The words that may stand at `path` of a `kind`; none where it is no matter of words."""
     nodes: list[Any] = [inspect.type_info(kind)]
     for name, index in _STEP.findall(path):
-        nodes = [below for node in _flat(nodes) for below in _below(node, name, is_index=bool(index))]
+        told = [node for node in _flat(nodes) if _may_be(node, raw, name)]
+        nodes = [below for node in told for below in _below(node, name, is_index=bool(index))]
+        try:
+            raw = raw[int(index)] if index else raw[name]
+        except (KeyError, IndexError, TypeError):
+            raw = None
     words = [node.values for node in _flat(nodes) if isinstance(node, inspect.LiteralType)]
     return [repr(word) for values in words for word in values]
+
+
+def _may_be(node: Any, raw: Any, name: str) -> bool:
+    """Whether `raw` may be a `node`: of several structs its tag tells which, unless the tag is what is asked for."""
+    field = getattr(node, "tag_field", None)
+    return field is None or field == name or not isinstance(raw, dict) or raw.get(field) == node.tag
 
 
 def _flat(nodes: list[Any]) -> list[Any]:

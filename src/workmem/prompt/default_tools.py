@@ -34,6 +34,8 @@ class PlainChat(msgspec.Struct, frozen=True):
     messages: list[dict[str, Any]]
     paths: list[str]
     """Request field that message i renders, such as `messages[3].content` or `tools`."""
+    passages: dict[str, list[tuple[str, str]]]
+    """Of a message that renders several fields, by its path: (path, text) of each."""
 
 
 def render_tools_as_system(tools: Sequence[dict[str, Any]]) -> str:
@@ -48,6 +50,7 @@ def as_plain_chat(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, 
     """
     plain: list[dict[str, Any]] = []
     paths: list[str] = []
+    passages: dict[str, list[tuple[str, str]]] = {}
     tool_run = False
     for index, message in enumerate(messages):
         role = message.get("role")
@@ -60,19 +63,27 @@ def as_plain_chat(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, 
             else:
                 plain.append({"role": "user", "content": text})
                 paths.append(path)
+            passages.setdefault(paths[-1], []).append((path, text))
             tool_run = True
             continue
         tool_run = False
         if role == "assistant" and message.get("tool_calls"):
-            parts = [str(message.get("content") or "")]
-            parts += [_call_text(call.get("function", {})) for call in message["tool_calls"]]
-            plain.append({"role": "assistant", "content": "\n".join(part for part in parts if part)})
+            parts = [(path, str(message.get("content") or ""))]
+            parts += [
+                (
+                    f"messages[{index}].tool_calls[{number}].function.arguments",
+                    _call_text(call.get("function", {})),
+                )
+                for number, call in enumerate(message["tool_calls"])
+            ]
+            plain.append({"role": "assistant", "content": "\n".join(text for _, text in parts if text)})
+            passages[path] = parts
         else:
             plain.append({**message, "content": message.get("content") or ""})
         paths.append(path)
     if tools:
-        _add_system(plain, paths, render_tools_as_system(tools))
-    return PlainChat(plain, paths)
+        _add_system(plain, paths, passages, render_tools_as_system(tools))
+    return PlainChat(plain, paths, passages)
 
 
 def developer_as_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -80,10 +91,13 @@ def developer_as_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, An
     return [{**item, "role": "system"} if item.get("role") == "developer" else item for item in messages]
 
 
-def _add_system(plain: list[dict[str, Any]], paths: list[str], text: str) -> None:
+def _add_system(
+    plain: list[dict[str, Any]], paths: list[str], passages: dict[str, list[tuple[str, str]]], text: str
+) -> None:
     if plain and plain[0].get("role") == "system":
         content = plain[0]["content"]
         plain[0] = {**plain[0], "content": f"{content}\n\n{text}" if content else text}
+        passages[paths[0]] = [(paths[0], content), ("tools", text)]
         return
     plain.insert(0, {"role": "system", "content": text})
     paths.insert(0, "tools")

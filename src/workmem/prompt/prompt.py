@@ -20,6 +20,9 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     tools: list[dict[str, Any]]
     origins: dict[str, str] = {}
     """From a path here (`messages[1].content`, `tools[0]`) to that of the client's own body, where they differ."""
+    passages: dict[str, list[str]] = {}
+    """The texts that a field (`messages[1].content`) was joined from, where they were several. Each is told apart: the
+    path of the second one here is `messages[1].content[1]`."""
     template_kwargs: dict[str, Any] | None = None
 
     def in_client_words(self, spans: Sequence[Span]) -> tuple[Span, ...]:

@@ -7,7 +7,7 @@ blocks like a cache would, and counts what runs and what was cancelled.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from workmem.core.errors import ContextTooLong
@@ -18,6 +18,7 @@ from workmem.core.generation import (
     ModelInfo,
     RenderedPrompt,
     Span,
+    ThinkingState,
     TokenLogprob,
     Usage,
 )
@@ -41,6 +42,8 @@ class FakeEngine:
         """Before each piece."""
         self.approximate = False
         """What usage says of reused KV."""
+        self.thinking: ThinkingState = "none"
+        """What a rendered prompt says of its answer."""
         self.waited_s = 0.125
         """What usage says of a handoff."""
         self.first_error: Exception | None = None
@@ -64,9 +67,10 @@ class FakeEngine:
         *,
         tools: Sequence[dict[str, Any]] = (),
         template_kwargs: dict[str, Any] | None = None,
+        passages: Mapping[str, Sequence[str]] | None = None,
     ) -> RenderedPrompt:
-        """`role: content` lines; the template knows no tools."""
-        del template_kwargs
+        """`role: content` lines; the template knows no tools, and no passages."""
+        del template_kwargs, passages
         chat = as_plain_chat(messages, tools)
         self.rendered.append(chat.messages)
         token_ids: list[int] = []
@@ -79,7 +83,7 @@ class FakeEngine:
             start = len(token_ids)
             token_ids += text.encode("utf-8", "replace")
             spans.append(Span(path, start, len(token_ids)))
-        return RenderedPrompt(token_ids=token_ids, spans=tuple(spans))
+        return RenderedPrompt(token_ids=token_ids, spans=tuple(spans), thinking=self.thinking)
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
         """Stream the answer; see `Engine.generate`."""
@@ -105,27 +109,32 @@ class FakeEngine:
     async def _deltas(self, request: GenerateRequest) -> AsyncIterator[Delta]:
         sources = self._lookup(request.token_ids)
         answer = self.answer if isinstance(self.answer, str) else self.answer(request)
-        reason = "stop"
+        reason, stopped_by = "stop", None
         for stop in request.sampling.stop:
-            answer = answer.split(stop)[0]
+            if stop in answer:
+                answer, stopped_by = answer.split(stop)[0], stop
         limit = request.sampling.max_tokens
         if limit is not None and len(answer) > limit:
-            answer, reason = answer[:limit], "length"
+            answer, reason, stopped_by = answer[:limit], "length", None
         for count, start in enumerate(range(0, len(answer), self.step)):
             await asyncio.sleep(self.delay_s)
             if count == 1 and self.later_error is not None:
                 raise self.later_error
-            yield self._delta(answer[start : start + self.step], request.sampling.logprobs)
-        usage = Usage(
+            first = self._usage(request, sources, self.step) if count == 0 else None
+            yield self._delta(answer[start : start + self.step], request.sampling.logprobs, first)
+        usage = self._usage(request, sources, len(answer))
+        yield Delta(finish_reason=reason, stopped_by=stopped_by, usage=usage)
+
+    def _usage(self, request: GenerateRequest, sources: tuple[SourceRun, ...], generated: int) -> Usage:
+        return Usage(
             prompt_tokens=len(request.token_ids),
-            completion_tokens=len(answer),
+            completion_tokens=generated,
             sources=sources,
             approximate=self.approximate and any(run.source != COMPUTED for run in sources),
             handoff=None if request.handoff is None else HandoffReport(waited_s=self.waited_s, tokens=32),
         )
-        yield Delta(finish_reason=reason, usage=usage)
 
-    def _delta(self, text: str, top: int | None) -> Delta:
+    def _delta(self, text: str, top: int | None, usage: Usage | None) -> Delta:
         logprobs: tuple[TokenLogprob, ...] = ()
         if top is not None:
             logprobs = tuple(
@@ -134,7 +143,8 @@ class FakeEngine:
                 )
                 for char in text
             )
-        return Delta(text=text, token_ids=tuple(text.encode("utf-8", "replace")), logprobs=logprobs)
+        token_ids = tuple(text.encode("utf-8", "replace"))
+        return Delta(text=text, token_ids=token_ids, logprobs=logprobs, usage=usage)
 
     def _lookup(self, token_ids: Sequence[int]) -> tuple[SourceRun, ...]:
         blocks = [

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
@@ -152,9 +152,12 @@ class EmbeddedEngine:
         *,
         tools: Seq[dict[str, Any]] = (),
         template_kwargs: dict[str, Any] | None = None,
+        passages: Mapping[str, Seq[str]] | None = None,
     ) -> RenderedPrompt:
         """See `Engine.render_chat`."""
-        return self._tokenizer.render_chat(messages, tools=tools, template_kwargs=template_kwargs)
+        return self._tokenizer.render_chat(
+            messages, tools=tools, template_kwargs=template_kwargs, passages=passages
+        )
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
         """See `Engine.generate`."""

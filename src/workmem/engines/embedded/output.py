@@ -99,13 +99,13 @@ class OutputWriter:
             seq.note_sources(tiers[:blocks], seq.denied_reason)
 
     def _take(self, seq: Sequence, picked: Sampled) -> bool:
-        now = self._clock.monotonic()
-        if seq.first_token_at is None:
-            seq.first_token_at = now
+        is_first = seq.first_token_at is None
+        if is_first:
+            seq.first_token_at = self._clock.monotonic()
         token = picked.token_id
         if token in seq.eos_ids:
             # The end mark is no output: nothing is appended, so a follow-up's prefix is what the client saw.
-            self._emit(seq, picked, seq.text.finish(), "stop")
+            self._emit(seq, picked, seq.text.finish(), "stop", has_usage=True)
             return True
         seq.tokens.append(token)
         seq.extend_keys()
@@ -119,11 +119,12 @@ class OutputWriter:
             reason = "length"
         if reason is not None:
             text += seq.text.finish()
-        self._emit(seq, picked, text, reason)
+        self._emit(seq, picked, text, reason, has_usage=is_first or reason is not None)
         return reason is not None
 
-    def _emit(self, seq: Sequence, picked: Sampled, text: str, reason: str | None) -> None:
-        ended = reason is not None
+    def _emit(
+        self, seq: Sequence, picked: Sampled, text: str, reason: str | None, *, has_usage: bool
+    ) -> None:
         is_output = picked.token_id not in seq.eos_ids
         seq.emit(
             Delta(
@@ -133,7 +134,8 @@ class OutputWriter:
                 if seq.request.sampling.logprobs is not None and is_output
                 else (),
                 finish_reason=reason,
-                usage=self._usage(seq, extra=0 if is_output else 1) if ended else None,
+                stopped_by=seq.text.stopped_by,
+                usage=self._usage(seq, extra=0 if is_output else 1) if has_usage else None,
             )
         )
         if reason is not None:

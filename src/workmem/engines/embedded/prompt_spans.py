@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,8 @@ _MARK = re.compile(rf'\{{"{_OPEN}(\d+){_CLOSE}": 0\}}|{_OPEN}(\d+){_CLOSE}')
 
 Region = tuple[int, int, str]
 """Characters [start, end) and their path."""
+Passages = Mapping[str, Sequence[tuple[str, str]]]
+"""By path of a field: (path, text) of each text that it was joined from, in their order."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +51,21 @@ class Needle:
 
 
 def locate(
-    text: str, marked: str | None, needles: Sequence[Needle], tools: Sequence[dict[str, Any]]
+    text: str,
+    marked: str | None,
+    needles: Sequence[Needle],
+    tools: Sequence[dict[str, Any]],
+    passages: Sequence[Passages] = (),
 ) -> list[Region]:
-    """Regions of `text`, ascending and disjoint; what lies between them is template."""
+    """Regions of `text`, ascending and disjoint; what lies between them is template.
+
+    `passages`: one after the other, the later ones of what the earlier ones found.
+    """
     regions = _aligned(text, marked, needles) if marked is not None else None
     if regions is None:
         regions = _searched(text, needles)
+    for known in passages:
+        regions = [part for region in regions for part in _divided(text, region, known.get(region[2], ()))]
     cursor = 0
     for index, tool in enumerate(tools):
         forms = _json_forms(tool) + _json_forms(tool.get("function", tool))
@@ -118,6 +129,25 @@ def _searched(text: str, needles: Sequence[Needle]) -> list[Region]:
             regions.append((*place, needle.path))
             cursor = place[1]
     return regions
+
+
+def _divided(text: str, region: Region, passages: Sequence[tuple[str, str]]) -> list[Region]:
+    """`region` by the passages in it. What joins two of them counts to the first."""
+    start, end = region[:2]
+    starts: list[tuple[int, str]] = []
+    cursor = start
+    for name, passage in passages:
+        # Templates trim what is at the ends of a content.
+        for form in _unique(passage, passage.strip()):
+            at = text.find(form, cursor, end) if form else -1
+            if at >= 0:
+                starts.append((at if starts else start, name))
+                cursor = at + len(form)
+                break
+    if not starts:
+        return [region]
+    ends = [at for at, _ in starts[1:]] + [end]
+    return [(at, until, name) for (at, name), until in zip(starts, ends, strict=True)]
 
 
 def _carve(regions: Sequence[Region], hole: Region) -> list[Region]:

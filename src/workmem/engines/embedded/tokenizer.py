@@ -14,9 +14,10 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from workmem.core.errors import ClientError, ConfigError
-from workmem.core.generation import RenderedPrompt
+from workmem.core.generation import RenderedPrompt, ThinkingState
 from workmem.engines.embedded.prompt_spans import Needle, locate, spans_of_tokens
 from workmem.prompt.default_tools import as_plain_chat, developer_as_system
+from workmem.prompt.thinking import CLOSE, OPEN
 
 END_OF_TURN_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|end_of_turn|>")
 """Ends of an assistant's turn that configurations forget to list as end of text."""
@@ -76,6 +77,7 @@ class ModelTokenizer:
         *,
         tools: Sequence[dict[str, Any]] = (),
         template_kwargs: Mapping[str, Any] | None = None,
+        passages: Mapping[str, Sequence[str]] | None = None,
     ) -> RenderedPrompt:
         """Render `messages` up to the assistant's turn. See `Engine.render_chat`; raises ClientError."""
         kwargs = dict(template_kwargs or {})
@@ -84,19 +86,26 @@ class ModelTokenizer:
         template = self._template(tools)
         chat = list(messages) if "developer" in template else developer_as_system(messages)
         if "tools" in template:
-            given = list(tools)
+            given, known = list(tools), []
             chat = [_parsed_calls(message) for message in chat]
             paths = [f"messages[{index}].content" for index in range(len(chat))]
         else:
             given = []
             plain = as_plain_chat(chat, tools)
-            chat, paths = plain.messages, plain.paths
+            chat, paths, known = plain.messages, plain.paths, [plain.passages]
         text = self._apply(template, chat, given, kwargs)
         needles = _needles(chat, paths)
         marked = self._mark(template, chat, given, kwargs, needles)
         encoding = self.backend.encode(text, add_special_tokens=False)
-        spans = spans_of_tokens(locate(text, marked, needles, tools), encoding.offsets)
-        return RenderedPrompt(token_ids=encoding.ids, spans=spans)
+        known.append(
+            {
+                path: [(f"{path}[{n}]", one) for n, one in enumerate(texts)]
+                for path, texts in (passages or {}).items()
+            }
+        )
+        regions = locate(text, marked, needles, tools, known)
+        spans = spans_of_tokens(regions, encoding.offsets)
+        return RenderedPrompt(token_ids=encoding.ids, spans=spans, thinking=_thinking(template, text))
 
     def _template(self, tools: Sequence[dict[str, Any]]) -> str:
         if self.hf.chat_template is None:
@@ -157,12 +166,21 @@ class ModelTokenizer:
             return None
 
 
+def _thinking(template: str, text: str) -> ThinkingState:
+    """What the rendered `text` asks of the model: templates that know thinking name its marks."""
+    if CLOSE not in template or text.rstrip().endswith(CLOSE):
+        return "none"
+    return "begun" if text.rstrip().endswith(OPEN) else "possible"
+
+
 def _needles(chat: Sequence[dict[str, Any]], paths: Sequence[str]) -> list[Needle]:
     needles: list[Needle] = []
     for index, (message, path) in enumerate(zip(chat, paths, strict=True)):
-        content = message.get("content")
-        if isinstance(content, str) and content:
-            needles.append(Needle(len(needles), path, index, None, "content", content))
+        for key in ("reasoning_content", "content"):
+            text = message.get(key)
+            if isinstance(text, str) and text:
+                field = f"{path.removesuffix('content')}{key}"
+                needles.append(Needle(len(needles), field, index, None, key, text))
         for number, call in enumerate(message.get("tool_calls") or ()):
             arguments = call["function"].get("arguments")
             if arguments:

@@ -17,8 +17,8 @@ from rich.console import Console
 from systems import WORKERS, System, WorkerFailed
 from vllm_systems import ALONE, LMCACHE, NATIVE, OURS, Kind, Place
 
-from workmem.engines.vllm.hints import Kind as Action
-from workmem.engines.vllm.hints import read_hints
+from workmem.core.hints import Kind as Action
+from workmem.prompt.hints import read_hints
 
 SIZE = Size(sessions=4, requests=2, longest=1000, spread_s=5.0)
 TEXTS = (

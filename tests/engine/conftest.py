@@ -64,7 +64,7 @@ class Bench:
         self._count += 1
         request = {
             name: options.pop(name)
-            for name in ("id", "priority", "reuse", "caller", "handoff")
+            for name in ("id", "priority", "reuse", "caller", "handoff", "hints")
             if name in options
         }
         request.setdefault("id", f"r{self._count}")

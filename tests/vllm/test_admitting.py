@@ -11,8 +11,8 @@ from fake_engine import Request
 from test_pins import Pool
 
 from workmem.engines.vllm.admitting import Admitting
-from workmem.engines.vllm.hints import read_hints
 from workmem.policy.admission import Aged
+from workmem.prompt.hints import read_hints
 
 SIZE = 4
 BLOCKS = 41

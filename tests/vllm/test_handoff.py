@@ -15,8 +15,8 @@ from small import FACTS, SIZE
 from workmem.core.keys import BlockKey
 from workmem.core.outcomes import Lookup, MissReason
 from workmem.engines.vllm.config import VllmConfig
-from workmem.engines.vllm.hints import read_hints
 from workmem.policy.order import Prospect
+from workmem.prompt.hints import read_hints
 from workmem.store.contract import BlockId
 from workmem.store.host.client import HostStore
 from workmem.store.host.server import HostServer

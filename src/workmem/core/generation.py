@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Protocol
 import msgspec
 from msgspec import Meta
 
+from workmem.core.hints import Action, Outcome
 from workmem.core.outcomes import COMPUTED, SourceRun
 
 ThinkingState = Literal["none", "possible", "begun"]
@@ -98,6 +99,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     reuse: bool = True
     """False computes everything and leaves nothing behind."""
     handoff: Handoff | None = None
+    hints: tuple[Action, ...] = ()
+    """What is to be done with its context, or with that of another of the caller's sessions. Advice."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
@@ -119,6 +122,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Some of the tokens that were not computed may have come back rounded from a tier that was told to."""
     handoff: HandoffReport | None = None
     """Where the request had one."""
+    hints: tuple[Outcome, ...] = ()
+    """What became of each of the request's."""
 
     @property
     def cached_tokens(self) -> int:

@@ -19,6 +19,7 @@ from workmem.gateway.turn import Turn
 from workmem.prompt.decode import convert, decode_json
 from workmem.prompt.dialects.places import Dialect
 from workmem.prompt.forced_calls import allowed_names, forced_schema, offered_names
+from workmem.prompt.hint_dialects import hints_of
 from workmem.prompt.messages import plain_content
 from workmem.prompt.openai import ChatRequest
 from workmem.prompt.prompt import Prompt
@@ -128,13 +129,15 @@ async def ask(
     room = service.engine.info.max_context - len(rendered.token_ids)
     if is_cut_to_fit and sampling.max_tokens is not None and 0 < room < sampling.max_tokens:
         sampling = msgspec.structs.replace(sampling, max_tokens=room)
+    headers = header_map(exchange.request)
     caller = service.callers.who(
-        header_map(exchange.request),
+        headers,
         wire.body,
         tenant=exchange.tenant,
         model=request.model,
         history=prompt.messages,
     )
+    hints = hints_of(headers, wire.body)
     order = Order(
         id=answer_id,
         request_id=exchange.request_id,
@@ -143,9 +146,10 @@ async def ask(
         n=request.n or 1,
         sampling=sampling,
         caller=caller,
-        priority=request.priority or 0,
+        priority=-hints.priority if request.priority is None else request.priority,
         reuse=request.allows_reuse,
         handoff=request.handoff,
+        hints=hints,
     )
     calls_max = 1 if request.parallel_tool_calls is False else None
     names = offered_names(request)

@@ -18,6 +18,7 @@ from workmem.gateway.models import require_model
 from workmem.gateway.replies import completion_logprobs, transfer_body, usage_body
 from workmem.gateway.sse import DONE, KEEPALIVE, EventStream, event
 from workmem.prompt.decode import convert, decode_json
+from workmem.prompt.hint_dialects import hints_of
 from workmem.prompt.openai import CHOICES_MAX, CompletionRequest
 from workmem.prompt.sampling import completion_sampling
 from workmem.prompt.sessions import history_of
@@ -36,8 +37,10 @@ async def completions(exchange: Exchange) -> Answer:
         raise ClientError(
             f"{len(prompts)} prompts times n={n} exceeds {CHOICES_MAX} completions.", param="prompt"
         )
+    headers = header_map(exchange.request)
+    hints = hints_of(headers, raw)
     caller = service.callers.who(
-        header_map(exchange.request),
+        headers,
         raw,
         tenant=exchange.tenant,
         model=request.model,
@@ -51,9 +54,10 @@ async def completions(exchange: Exchange) -> Answer:
         n=n,
         sampling=sampling,
         caller=caller,
-        priority=request.priority or 0,
+        priority=-hints.priority if request.priority is None else request.priority,
         reuse=request.allows_reuse,
         handoff=request.handoff,
+        hints=hints,
     )
     reply = _Reply(service, request, order, await start(service, order, exchange))
     if request.stream:

@@ -24,6 +24,7 @@ from workmem.gateway.exchange import Exchange
 from workmem.gateway.explain import RequestLog, RequestRecord
 from workmem.gateway.metrics import Metrics
 from workmem.index.history import PromptHistory
+from workmem.prompt.hints import Hints
 from workmem.prompt.sampling import seed_of_choice
 
 _DELTAS_WAITING_MAX = 64
@@ -55,6 +56,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     reuse: bool = True
     handoff: Handoff | None = None
+    hints: Hints | None = None
 
     def requests(self) -> list[GenerateRequest]:
         """One per choice; position p * n + c is choice c of prompt p, as OpenAI counts."""
@@ -68,6 +70,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
                 priority=self.priority,
                 reuse=self.reuse,
                 handoff=self.handoff,
+                # Said once, whatever was asked for.
+                hints=tuple(self.hints.actions) if self.hints is not None and index == 0 else (),
             )
             for index in range(count)
         ]
@@ -167,6 +171,9 @@ class Generation:
         if delta.usage is None:
             return _Ended(EngineError(f"The engine finished request {request.id} without its usage."))
         self.usages[index] = delta.usage
+        if index == 0 and self._order.hints is not None:
+            told = (*self._order.hints.outcomes, *delta.usage.hints)
+            self.usages[index] = msgspec.structs.replace(delta.usage, hints=told)
         if index % self._order.n == 0:
             usage = delta.usage
             self._service.history.finish(

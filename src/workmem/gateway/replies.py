@@ -24,6 +24,8 @@ def usage_body(usages: Mapping[int, Usage], n: int) -> dict[str, Any]:
     workmem: dict[str, Any] = {"tokens_by_source": by_source}
     if any(usage.approximate for usage in prompts):
         workmem["approximate"] = True
+    if told := [outcome.told() for usage in usages.values() for outcome in usage.hints]:
+        workmem["hints"] = told
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,

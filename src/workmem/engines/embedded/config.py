@@ -35,6 +35,10 @@ class EmbeddedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Most requests waiting; one more is refused with 429."""
     handoff_wait_max_s: Annotated[float, Meta(ge=0)] = 5.0
     """Longest that a request waits aside for blocks that were just computed elsewhere, whatever its handoff says. 0: never."""
+    hint_ttl_s: Annotated[float, Meta(gt=0)] = 30.0
+    """The store keeps what a hint asks to be kept for so long where the hint does not say."""
+    hint_ttl_max_s: Annotated[float, Meta(gt=0)] = 3600.0
+    """A hint that asks for more gets this."""
     default_max_tokens: Positive = 1024
     """Output bound of a request that names none. Admission commits it, so a small one admits more."""
     threads: Annotated[int, Meta(ge=0)] = 0

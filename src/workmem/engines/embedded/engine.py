@@ -30,6 +30,7 @@ from workmem.engines.embedded.admission import Limits, check
 from workmem.engines.embedded.config import EmbeddedConfig
 from workmem.engines.embedded.engine_thread import EngineThread
 from workmem.engines.embedded.grammar import Grammar
+from workmem.engines.embedded.levers import Levers
 from workmem.engines.embedded.loader import LoadedModel, load
 from workmem.engines.embedded.output import OutputWriter
 from workmem.engines.embedded.sequence import Sequence
@@ -80,6 +81,7 @@ class EmbeddedEngine:
             dtype=config.dtype,
             created=int(clock.wall()),
         )
+        self._levers = Levers(store, ttl_s=config.hint_ttl_s, ttl_max_s=config.hint_ttl_max_s)
         self.thread = EngineThread(
             config,
             loaded,
@@ -89,6 +91,7 @@ class EmbeddedEngine:
                 sink,
                 clock,
                 approximate=store is not None and store.gauges().get("store_ssd_approximate", 0) > 0,
+                levers=self._levers,
             ),
             store,
             block_count=blocks,
@@ -190,7 +193,12 @@ class EmbeddedEngine:
             emit=emit,
         )
         self.thread.output.prepare(seq, grammar)
-        if not self.thread.post(lambda: self.thread.scheduler.add(seq)):
+
+        def admit() -> None:
+            self._levers.arrives(seq)
+            self.thread.scheduler.add(seq)
+
+        if not self.thread.post(admit):
             raise EngineError("the server is shutting down")
         ended = False
         try:

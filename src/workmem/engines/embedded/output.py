@@ -11,6 +11,7 @@ from workmem.core.generation import Delta, TokenLogprob, Usage
 from workmem.core.outcomes import COMPUTED, TierName
 from workmem.engines.embedded.detokenize import OutputText
 from workmem.engines.embedded.grammar import Grammar
+from workmem.engines.embedded.levers import Levers
 from workmem.engines.embedded.sampling import Sampled, SamplerState, sample
 from workmem.engines.embedded.sequence import Sequence
 from workmem.engines.embedded.tokenizer import ModelTokenizer
@@ -27,6 +28,7 @@ class OutputWriter:
         clock: Clock,
         *,
         approximate: bool = False,
+        levers: Levers | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
@@ -34,6 +36,7 @@ class OutputWriter:
         self._clock = clock
         self._approximate = approximate
         """The store may round what it keeps."""
+        self._levers = levers
 
     def prepare(self, seq: Sequence, grammar: Grammar | None) -> None:
         """Give a new sequence its sampler, decoder and grammar."""
@@ -158,6 +161,7 @@ class OutputWriter:
             sources=seq.sources,
             approximate=self._approximate and any(run.source != COMPUTED for run in seq.sources),
             handoff=None if seq.wait is None else seq.wait.report(_loaded(seq)),
+            hints=() if self._levers is None else self._levers.finished(seq),
         )
 
     def _finished(self, seq: Sequence, reason: str) -> None:

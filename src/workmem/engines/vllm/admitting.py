@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Protocol, TypeVar
 
-from workmem.engines.vllm.hints import read_hints
 from workmem.engines.vllm.pins import BlockPool
 from workmem.engines.vllm.requests import EngineRequest
 from workmem.policy.admission import Admission, Candidate, Room
+from workmem.prompt.hints import read_hints
 
 _SWEEP = 256
 """So many requests that are gone are kept in mind before they are looked for."""

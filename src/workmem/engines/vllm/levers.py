@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from workmem.core.errors import ClientError
+from workmem.core.hints import Action, Kind, Outcome
 from workmem.core.keys import BlockKey
 from workmem.engines.vllm.config import VllmConfig
 from workmem.engines.vllm.facts import Scope
-from workmem.engines.vllm.hints import Action, Kind, Outcome
 from workmem.engines.vllm.pins import BlockPool, DevicePins, Owner
 from workmem.engines.vllm.requests import EngineRequest, Tracked
 from workmem.policy.order import Prospect

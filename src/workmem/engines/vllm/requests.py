@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 from workmem.core.keys import BlockKey
 from workmem.engines.vllm.facts import Scope
-from workmem.engines.vllm.hints import read_hints
 from workmem.engines.vllm.steps import Loaded
 from workmem.policy.handoff import HandoffWait
+from workmem.prompt.hints import read_hints
 from workmem.store.contract import Lease
 
 PEER = "peer"

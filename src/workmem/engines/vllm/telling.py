@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 import msgspec
 
+from workmem.core.hints import Kind
 from workmem.engines.vllm.guard import Guard
-from workmem.engines.vllm.hints import Kind
 from workmem.engines.vllm.scheduler import LOAD_OUTCOMES, SchedulerSide
 from workmem.engines.vllm.worker import WorkerSide
 from workmem.policy.handoff import Ending

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workmem.engines.vllm.hints import ACTIONS_MAX, Kind, read_hints
+from workmem.core.hints import Kind
+from workmem.prompt.hints import ACTIONS_MAX, read_hints
 
 
 class Action(msgspec.Struct, frozen=True):

@@ -7,75 +7,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from enum import StrEnum
 from typing import Annotated, Any, cast
 
 import msgspec
 from msgspec import Meta
 
 from workmem.core.generation import Handoff
+from workmem.core.hints import TEXT_MAX, Action, Kind, Outcome, Payload, Priority
 
 ACTIONS_MAX = 16
 """Of one request."""
-TEXT_MAX = 256
-"""Characters of a session, a group or an id."""
 ROADS = ("workmem", "kv_hints")
 """Under these names `kv_transfer_params` may have an envelope."""
 HANDOFF_ROAD = "workmem"
 """Under this one, a handoff beside it."""
-
-Name = Annotated[str, Meta(min_length=1, max_length=TEXT_MAX)]
-Priority = Annotated[int, Meta(ge=-100, le=100)]
-
-
-class Kind(StrEnum):
-    """What is asked for."""
-
-    PIN = "Pin"
-    """Keep the request's blocks in the engine's memory and in the store."""
-    RETAIN = "Retain"
-    """Keep them in the store: in each tier they leave after all that nobody keeps."""
-    PREFETCH = "Prefetch"
-    """Bring what the store has of a session to dram."""
-    DEMOTE = "Demote"
-    """The session's blocks are not wanted for now: whoever needs the room takes theirs first."""
-    SHARE = "Share"
-    """As Retain, for all of a group: whoever of it comes next renews it."""
-
-
-class Payload(msgspec.Struct, frozen=True, kw_only=True):
-    """What an action may say more. Other fields are ignored: they may be of a newer version."""
-
-    ttl_s: Annotated[float, Meta(gt=0)] | None = None
-    priority: Priority = 0
-    """Higher stays longer."""
-    tokens: Annotated[int, Meta(ge=1)] | None = None
-    """Only so many from the beginning."""
-    session: Name | None = None
-    """Of the request where nothing is said."""
-    group: Name | None = None
-
-
-class Action(msgspec.Struct, frozen=True):
-    """One that can be done."""
-
-    id: str
-    kind: Kind
-    payload: Payload
-
-
-class Outcome(msgspec.Struct, frozen=True):
-    """What became of an action, for the response."""
-
-    id: str
-    outcome: str
-    """accepted, clipped (by a bound), missing (there is nothing of that name), rejected."""
-    why: str = ""
-
-    def told(self) -> dict[str, str]:
-        """As the client reads it."""
-        told = {"id": self.id, "outcome": self.outcome}
-        return {**told, "why": self.why} if self.why else told
 
 
 class Hints(msgspec.Struct):
@@ -102,10 +47,10 @@ def read_hints(envelope: object, params: Mapping[str, Any] | None, session: obje
     """What came by all roads: vLLM's own field, `kv_transfer_params`, and the session of the request."""
     hints = Hints(session=_name(session))
     priority: int | None = None
-    _read_envelope(hints, "kv_hints", envelope)
+    read_envelope(hints, "kv_hints", envelope)
     for road in ROADS:
         said = params.get(road) if params else None
-        _read_envelope(hints, f"kv_transfer_params.{road}", said)
+        read_envelope(hints, f"kv_transfer_params.{road}", said)
         if not isinstance(said, Mapping):
             continue
         beside = cast("Mapping[str, object]", said)
@@ -148,7 +93,8 @@ def _name(said: object) -> str:
     return said if isinstance(said, str) and len(said) <= TEXT_MAX and said.isprintable() else ""
 
 
-def _read_envelope(hints: Hints, road: str, envelope: object) -> None:
+def read_envelope(hints: Hints, road: str, envelope: object) -> None:
+    """Add what `envelope`, which came as `road`, asks for."""
     if envelope is None:
         return
     actions = _actions(envelope)
@@ -160,7 +106,7 @@ def _read_envelope(hints: Hints, road: str, envelope: object) -> None:
             why = f"{len(actions)} actions; {ACTIONS_MAX} are read of a request"
             hints.outcomes.append(Outcome(road, "clipped", why))
             return
-        _read_action(hints, f"{road}.actions[{index}]", said)
+        read_action(hints, f"{road}.actions[{index}]", said)
 
 
 def _actions(envelope: object) -> list[object] | str:
@@ -176,7 +122,8 @@ def _actions(envelope: object) -> list[object] | str:
     return cast("list[object]", found)
 
 
-def _read_action(hints: Hints, place: str, said: object) -> None:
+def read_action(hints: Hints, place: str, said: object) -> None:
+    """Add one action, or why it cannot be done."""
     try:
         read = msgspec.convert(said, _Said, from_attributes=True)
     except msgspec.ValidationError as error:

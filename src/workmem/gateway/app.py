@@ -35,6 +35,23 @@ from workmem.index.history import PromptHistory
 from workmem.store.selector import Purged, PurgeSelector
 
 _OF_CLIENTS = re.compile(r"^/(?:v1/v1/.*|models|completions|chat/completions|responses|messages|v1/?)$")
+_ENDPOINTS: tuple[tuple[str, str, Endpoint], ...] = (
+    ("/v1/models", "GET", list_models),
+    ("/v1/models/{id:path}", "GET", get_model),
+    ("/v1/chat/completions", "POST", chat_completions),
+    ("/v1/completions", "POST", completions),
+    ("/v1/responses", "POST", create_response),
+    ("/v1/responses/{id}", "GET", get_response),
+    ("/v1/responses/{id}", "DELETE", delete_response),
+    ("/v1/responses/{id}/input_items", "GET", list_input_items),
+    ("/v1/messages", "POST", messages),
+    ("/v1/messages/count_tokens", "POST", count_tokens),
+    ("/debug/agents", "GET", list_agents),
+    ("/debug/requests", "GET", list_requests),
+    ("/debug/requests/{id}", "GET", explain_request),
+    ("/debug/drop_vram", "POST", drop_vram),
+    ("/debug/store/purge", "POST", purge_store),
+)
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
 
@@ -72,23 +89,7 @@ def build_app(
             await engine.close()
 
     app = assemble(
-        [
-            ("/v1/models", "GET", list_models),
-            ("/v1/models/{id:path}", "GET", get_model),
-            ("/v1/chat/completions", "POST", chat_completions),
-            ("/v1/completions", "POST", completions),
-            ("/v1/responses", "POST", create_response),
-            ("/v1/responses/{id}", "GET", get_response),
-            ("/v1/responses/{id}", "DELETE", delete_response),
-            ("/v1/responses/{id}/input_items", "GET", list_input_items),
-            ("/v1/messages", "POST", messages),
-            ("/v1/messages/count_tokens", "POST", count_tokens),
-            ("/debug/agents", "GET", list_agents),
-            ("/debug/requests", "GET", list_requests),
-            ("/debug/requests/{id}", "GET", explain_request),
-            ("/debug/drop_vram", "POST", drop_vram),
-            ("/debug/store/purge", "POST", purge_store),
-        ],
+        _ENDPOINTS,
         config=config,
         metrics=metrics,
         health=_engine_health,

@@ -14,6 +14,7 @@ from workmem.core.errors import ClientError, ConfigError
 from workmem.core.events import RequestMoved
 from workmem.core.generation import Caller
 from workmem.gateway.callers import Callers
+from workmem.gateway.chat_as_message import ChatAsMessage
 from workmem.gateway.config import ServerConfig, UpstreamConfig
 from workmem.gateway.exchange import Answer, Exchange, header_map
 from workmem.gateway.expected import Ended, Expectations
@@ -35,7 +36,13 @@ from workmem.gateway.tries import Tries
 from workmem.gateway.upstream_metrics import UpstreamMetrics
 from workmem.gateway.usage_peek import UsagePeek
 from workmem.prompt.decode import decode_json
+from workmem.prompt.dialects.chat import CHAT
+from workmem.prompt.dialects.messages import MESSAGES
+from workmem.prompt.messages_to_chat import chat_of_messages
 from workmem.prompt.sessions import history_of
+
+_UNKNOWN = (404, 405)
+"""What a server answers that does not know a path."""
 
 
 class Upstream:
@@ -88,11 +95,30 @@ class Upstream:
 
     async def forward(self, exchange: Exchange) -> Answer:
         """Pass the request on to the best server that takes it."""
+        return await self._forward(exchange, None)
+
+    async def _as_chat(self, exchange: Exchange, lacking: UpstreamServer | None) -> ChatAsMessage:
+        """Ask a message as the chat that it means; `lacking` has just shown that it knows no messages."""
+        chat = chat_of_messages(decode_json(exchange.body)).body
+        if chat.get("stream"):
+            chat["stream_options"] = {"include_usage": True}
+        answer = await self._forward(exchange, msgspec.json.encode(chat))
+        # Otherwise it was the model that it does not know.
+        if lacking is not None and answer.status_code not in _UNKNOWN:
+            lacking.lacks_messages = True
+        return ChatAsMessage(answer)
+
+    async def _forward(self, exchange: Exchange, chat: bytes | None) -> PassThrough | ChatAsMessage:
+        """Pass it on as it came, or as `chat`."""
         arrived, created = time.monotonic(), int(time.time())
-        raw = _object_in(exchange.body)
+        said = _object_in(exchange.body)
+        raw = said if chat is None else _object_in(chat)
+        is_message = chat is None and exchange.request.method == "POST" and exchange.path == MESSAGES.path
         model = raw["model"] if isinstance(raw.get("model"), str) else ""
         headers = header_map(exchange.request)
-        caller = self.callers.who(headers, raw, tenant=exchange.tenant, model=model, history=history_of(raw))
+        caller = self.callers.who(
+            headers, said, tenant=exchange.tenant, model=model, history=history_of(said)
+        )
         session = f"{caller.tenant}\0{caller.session}" if caller.session else ""
 
         def order() -> list[UpstreamServer]:
@@ -104,7 +130,11 @@ class Upstream:
             best = order()
         if not best:
             raise no_such_model(model, merged_models(self.servers))
+        if is_message and best[0].lacks_messages:
+            return await self._as_chat(exchange, None)
         request = self._outgoing(exchange, headers, caller)
+        if chat is not None:
+            request = _asking_chat(request, chat)
         split: Split | None = None
         if request.is_generation:
             request, split = await self._splitter.prepare(request, raw, best, model=model, session=session)
@@ -117,6 +147,9 @@ class Upstream:
             self._counted.events(RequestMoved(request_id=exchange.request_id, outcome="repeated"))
         if hop is None:
             raise tries.refusal()
+        if is_message and hop.answer.status in _UNKNOWN:
+            hop.close()
+            return await self._as_chat(exchange, hop.server)
         steady = self._steady(hop, tries, raw)
         passing = _Passing(exchange, caller, model, session, raw, split, tries, steady, arrived, created)
         chunks: AsyncIterator[bytes] | None = None if steady is None else steady.chunks()
@@ -243,6 +276,15 @@ class _Passing(msgspec.Struct):
     steady: SteadyStream | None
     arrived: float
     created: int
+
+
+def _asking_chat(request: Outgoing, chat: bytes) -> Outgoing:
+    """`request` with a chat in the place of its message."""
+    headers = dict(request.headers)
+    # The header that Anthropic's clients send their key in.
+    if key := headers.get("x-api-key"):
+        headers.setdefault("authorization", f"Bearer {key}")
+    return msgspec.structs.replace(request, target=CHAT.path, headers=headers, body=chat, is_generation=True)
 
 
 def no_such_model(name: str, models: Iterable[str]) -> Refusal:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Any
 
+from workmem.core.generation import Delta
 from workmem.gateway.anthropic_shapes import (
     PING,
     anthropic_usage,
@@ -18,6 +18,7 @@ from workmem.gateway.asking import Asked, ask, read_wire, render
 from workmem.gateway.exchange import Answer, Exchange, state_of
 from workmem.gateway.failures import json_response
 from workmem.gateway.generation import Service
+from workmem.gateway.message_content import MessageContent
 from workmem.gateway.replies import transfer_body
 from workmem.gateway.sse import EventStream
 from workmem.gateway.turn import MadeCall
@@ -61,19 +62,16 @@ class _Reply:
         self._turn = asked.turns[0]
         self._model = asked.service.engine.info.name
         self._stopped_by: str | None = None
-        self._blocks: list[dict[str, Any]] = []
-        """The content so far."""
+        self._content = MessageContent(asked.order.id)
 
     async def whole(self) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
         async with aclosing(self._asked.generation.deltas()) as deltas:
             async for item in deltas:
                 if item is not None:
-                    _, delta = item
-                    self._stopped_by = delta.stopped_by
-                    for piece in self._turn.take(delta.text, delta.finish_reason):
-                        self._add(piece)
-        return self._message(self._blocks) | self._end() | self._costs()
+                    for _ in self._take(item[1]):
+                        pass
+        return self._message(self._content.blocks) | self._end() | self._costs()
 
     async def events(self) -> AsyncGenerator[bytes]:
         """The events of a streamed answer."""
@@ -84,77 +82,33 @@ class _Reply:
                     yield PING
                     continue
                 _, delta = item
-                events: list[dict[str, Any]] = []
-                if not has_started:
-                    has_started = True
-                    prompt = len(self._asked.order.prompts[0].token_ids)
-                    usage = {"input_tokens": prompt, "output_tokens": 0}
-                    if delta.usage is not None:
-                        usage = anthropic_usage(delta.usage)
-                    start = self._message([]) | {"stop_reason": None, "stop_sequence": None, "usage": usage}
-                    events.append({"type": "message_start", "message": start})
-                self._stopped_by = delta.stopped_by
-                for piece in self._turn.take(delta.text, delta.finish_reason):
-                    events += self._piece_events(piece)
-                if data := b"".join(map(named_event, events)):
+                events = [] if has_started else [self._start(delta)]
+                has_started = True
+                if data := b"".join(map(named_event, [*events, *self._take(delta)])):
                     yield data
-        last: list[dict[str, Any]] = list(self._close())
-        last.append({"type": "message_delta", "delta": self._end(), **self._costs()})
-        yield b"".join(map(named_event, [*last, {"type": "message_stop"}]))
+        last = {"type": "message_delta", "delta": self._end(), **self._costs()}
+        yield named_event(last) + named_event({"type": "message_stop"})
 
-    def _piece_events(self, piece: str | Thought | MadeCall) -> Iterator[dict[str, Any]]:
-        before = len(self._blocks)
-        if not self._goes_on(piece):
-            yield from self._close()
-        self._add(piece)
-        index, block = len(self._blocks) - 1, self._blocks[-1]
-        match piece:
-            case MadeCall():
-                start = {**block, "input": {}}
-                delta = {"type": "input_json_delta", "partial_json": piece.arguments}
-            case Thought():
-                start = {"type": "thinking", "thinking": "", "signature": ""}
-                delta = {"type": "thinking_delta", "thinking": piece.text}
-            case _:
-                start = {"type": "text", "text": ""}
-                delta = {"type": "text_delta", "text": piece}
-        if len(self._blocks) > before:
-            yield {"type": "content_block_start", "index": index, "content_block": start}
-        yield {"type": "content_block_delta", "index": index, "delta": delta}
+    def _take(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        self._stopped_by = delta.stopped_by
+        for piece in self._turn.take(delta.text, delta.finish_reason):
+            match piece:
+                case MadeCall():
+                    yield from self._content.call(f"toolu_{piece.id.removeprefix('call_')}", piece.name)
+                    yield from self._content.argue(piece.arguments)
+                case Thought():
+                    yield from self._content.think(piece.text)
+                case _:
+                    yield from self._content.say(piece)
+        if delta.finish_reason is not None:
+            yield from self._content.close()
 
-    def _close(self) -> Iterator[dict[str, Any]]:
-        if not self._blocks:
-            return
-        index, block = len(self._blocks) - 1, self._blocks[-1]
-        if block["type"] == "thinking":
-            delta = {"type": "signature_delta", "signature": block["signature"]}
-            yield {"type": "content_block_delta", "index": index, "delta": delta}
-        yield {"type": "content_block_stop", "index": index}
-
-    def _goes_on(self, piece: str | Thought | MadeCall) -> bool:
-        """Whether the last block is the one that `piece` belongs to."""
-        kind = "thinking" if isinstance(piece, Thought) else "text" if isinstance(piece, str) else ""
-        return bool(self._blocks) and self._blocks[-1]["type"] == kind
-
-    def _add(self, piece: str | Thought | MadeCall) -> None:
-        if isinstance(piece, MadeCall):
-            call_id = f"toolu_{piece.id.removeprefix('call_')}"
-            call = {
-                "type": "tool_use",
-                "id": call_id,
-                "name": piece.name,
-                "input": json.loads(piece.arguments),
-            }
-            self._blocks.append(call)
-            return
-        key, text = ("thinking", piece.text) if isinstance(piece, Thought) else ("text", piece)
-        if not self._goes_on(piece):
-            self._blocks.append({"type": key, key: ""})
-        block = self._blocks[-1]
-        block[key] += text
-        if key == "thinking":
-            # Nothing here reads it; clients want one.
-            block["signature"] = self._asked.order.id
+    def _start(self, delta: Delta) -> dict[str, Any]:
+        usage = {"input_tokens": len(self._asked.order.prompts[0].token_ids), "output_tokens": 0}
+        if delta.usage is not None:
+            usage = anthropic_usage(delta.usage)
+        start = self._message([]) | {"stop_reason": None, "stop_sequence": None, "usage": usage}
+        return {"type": "message_start", "message": start}
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {

@@ -44,6 +44,8 @@ class UpstreamServer:
         """When it was last found to fail there, on the monotonic clock."""
         self.prefill_useless = 0
         """Answers in a row that did not say what was computed."""
+        self.lacks_messages = False
+        """It has shown that it knows no `/v1/messages`, so it is asked by chats."""
         self.in_flight = 0
         self.down_until = 0.0
         self.models: dict[str, dict[str, Any]] = {}
@@ -139,6 +141,8 @@ async def refresh_models(
                 body = msgspec.json.decode(await answer.read(), type=_ModelList)
         except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError, UnicodeDecodeError) as error:
             server.last_error = f"{type(error).__name__}: {error}"
+            # What comes back may be another version.
+            server.lacks_messages = False
             if isinstance(error, aiohttp.ClientConnectorError):
                 server.down_until = time.monotonic() + config.retry_after_s
             return

@@ -79,6 +79,23 @@ def test_the_second_turn_of_a_stored_conversation_finds_the_first_one_s_kv(clien
     ]
 
 
+def test_each_part_of_a_content_is_told_apart(client, base_url, wire_to):
+    parts = [
+        {"type": "input_text", "text": text} for text in ("The sky is blue today.", "What colour is it?")
+    ]
+    answer = ask(client, instructions=TERSE, input=[{"role": "user", "content": parts}])
+    paths = [span["path"] for span in explained(wire_to, base_url, answer)["spans"]]
+    assert [path for path in paths if path != "template"] == [
+        "instructions",
+        "input[0].content[0].text",
+        "input[0].content[1].text",
+    ]
+    counted = client.responses.input_tokens.count(
+        model=NAME, instructions=TERSE, input=[{"role": "user", "content": parts}]
+    )
+    assert counted.input_tokens == answer.usage.input_tokens
+
+
 def test_a_conversation_is_the_same_tokens_as_in_a_chat(client):
     messages = [
         {"role": "system", "content": TERSE},
@@ -116,9 +133,10 @@ def test_a_tool_loop(client, base_url, wire_to):
     paths = {span["path"] for span in explained(wire_to, base_url, told)["spans"]}
     assert paths == {
         "instructions",
+        "tools",
         "tools[0]",
         f"{asked.id}/input[0].content[0].text",
-        f"{asked.id}/output[0]",
+        f"{asked.id}/output[0].arguments",
         "input[0].output",
         "template",
     }

@@ -247,6 +247,62 @@ def test_a_call_is_forced_and_calls_are_narrowed_without_changing_the_prompt(res
     assert engine.requests[-1].token_ids == plain
 
 
+THINKING = "<think>\nHm, Paris.\n</think>\n\nIt is sunny."
+EVENTS_OF_THINKING = [
+    "response.output_item.added",
+    "response.content_part.added",
+    "response.reasoning_text.delta",
+    "response.reasoning_text.done",
+    "response.content_part.done",
+    "response.output_item.done",
+]
+
+
+def test_what_a_model_thinks_is_an_item_of_its_own(responses, engine, model):
+    engine.thinking, engine.answer = "possible", THINKING
+    answer = responses.create(model=model, input="Weather?")
+    thought, said = answer.output
+    assert (thought.type, thought.content[0].text, thought.encrypted_content) == (
+        "reasoning",
+        "Hm, Paris.",
+        None,
+    )
+    assert (said.type, answer.output_text) == ("message", "It is sunny.")
+    tokens = answer.usage.output_tokens_details.reasoning_tokens
+    assert len("<think>Hm, Paris.") < tokens <= len(THINKING.partition("It")[0])
+    events = list(responses.create(model=model, input="Weather?", stream=True))
+    assert kinds(events)[2:-1] == EVENTS_OF_THINKING + EVENTS_OF_TEXT
+    cut = responses.create(model=model, input="Weather?", max_output_tokens=14)
+    assert [(item.type, item.status) for item in cut.output] == [("reasoning", "incomplete")]
+    assert cut.usage.output_tokens_details.reasoning_tokens == 14
+
+
+def test_thoughts_come_back_from_a_client_that_keeps_them_encrypted(responses, engine, model):
+    engine.thinking, engine.answer = "possible", THINKING
+    include = ["reasoning.encrypted_content"]
+    first = responses.create(model=model, input="Weather?", include=include, store=False)
+    kept = [item.model_dump(exclude_none=True) for item in first.output]
+    del kept[0]["content"]
+    given = [{"role": "user", "content": "Weather?"}, *kept, {"role": "user", "content": "Thanks"}]
+    responses.create(model=model, input=given, store=False)
+    assert engine.rendered[-1][1]["reasoning_content"] == "Hm, Paris."
+
+
+def test_tokens_of_a_request_are_counted(responses, engine, model):
+    made = responses.create(model=model, instructions="Be kind.", input="Hi", tools=[WEATHER])
+    counted = responses.input_tokens.count(model=model, instructions="Be kind.", input="Hi", tools=[WEATHER])
+    assert (counted.object, counted.input_tokens) == ("response.input_tokens", made.usage.input_tokens)
+    more = responses.input_tokens.count(input="And?", previous_response_id=made.id, instructions="Be kind.")
+    going_on = responses.create(
+        model=model, input="And?", previous_response_id=made.id, instructions="Be kind."
+    )
+    assert more.input_tokens == going_on.usage.input_tokens
+    assert len(engine.requests) == 2
+    with pytest.raises(openai.BadRequestError) as caught:
+        responses.input_tokens.count(input=[{"role": "user", "content": 3}])
+    assert caught.value.param == "input[0].content"
+
+
 def test_one_call_at_a_time(responses, engine, model):
     engine.answer = CALL + CALL
     answer = responses.create(model=model, input="Weather?", tools=[WEATHER], parallel_tool_calls=False)

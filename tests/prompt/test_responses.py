@@ -128,7 +128,12 @@ def test_a_turn_with_nothing_but_calls_is_told_by_its_first_call():
 def test_several_parts_are_joined_as_in_a_chat_and_told_by_their_content():
     parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
     made = translated({"input": [{"role": "developer", "content": parts}]})
-    assert made.origins == {"messages[0].content": "input[0].content"}
+    assert made.origins == {
+        "messages[0].content": "input[0].content",
+        "messages[0].content[0]": "input[0].content[0].text",
+        "messages[0].content[1]": "input[0].content[1].text",
+    }
+    assert made.passages == {"messages[0].content": ["a", "b"]}
     same = plain_content(
         [{"role": "developer", "content": [{"type": "text", "text": t} for t in "ab"]}],
         convert({"model": "m", "messages": made.chat["messages"]}, ChatRequest).messages,

@@ -30,7 +30,13 @@ from workmem.gateway.messages import count_tokens, messages
 from workmem.gateway.metrics import Metrics
 from workmem.gateway.models import get_model, list_models
 from workmem.gateway.response_store import ResponseStore
-from workmem.gateway.responses import create_response, delete_response, get_response, list_input_items
+from workmem.gateway.responses import (
+    count_input_tokens,
+    create_response,
+    delete_response,
+    get_response,
+    list_input_items,
+)
 from workmem.index.history import PromptHistory
 from workmem.store.selector import Purged, PurgeSelector
 
@@ -41,6 +47,7 @@ _ENDPOINTS: tuple[tuple[str, str, Endpoint], ...] = (
     ("/v1/chat/completions", "POST", chat_completions),
     ("/v1/completions", "POST", completions),
     ("/v1/responses", "POST", create_response),
+    ("/v1/responses/input_tokens", "POST", count_input_tokens),
     ("/v1/responses/{id}", "GET", get_response),
     ("/v1/responses/{id}", "DELETE", delete_response),
     ("/v1/responses/{id}/input_items", "GET", list_input_items),

@@ -7,13 +7,14 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
+from workmem.gateway.anthropic_shapes import named_event
 from workmem.gateway.asking import Asked
 from workmem.gateway.failures import describe
 from workmem.gateway.replies import transfer_body, usage_body
 from workmem.gateway.response_output import ResponseOutput
-from workmem.gateway.sse import KEEPALIVE, event
+from workmem.gateway.sse import KEEPALIVE
 from workmem.prompt.responses import ResponsesRequest
-from workmem.prompt.responses_chat import LOGPROBS, Translation
+from workmem.prompt.responses_chat import ENCRYPTED_THINKING, LOGPROBS, Translation
 
 _ECHOED = ("prompt_cache_key", "safety_identifier", "user", "max_tool_calls")
 _CODES = {"rate_limit_error": "rate_limit_exceeded", "invalid_request_error": "invalid_prompt"}
@@ -38,8 +39,12 @@ class ResponseReply:
         self._translation = translation
         self._on_end = on_end
         self._echoed = {name: body[name] for name in _ECHOED if body.get(name) is not None}
+        include = request.include or ()
         self._output = ResponseOutput(
-            asked.turns[0], translation.tools, with_logprobs=LOGPROBS in (request.include or ())
+            asked.turns[0],
+            translation.tools,
+            with_logprobs=LOGPROBS in include,
+            is_carried=ENCRYPTED_THINKING in include,
         )
         self._events = 0
 
@@ -82,13 +87,16 @@ class ResponseReply:
         else:
             body["completed_at"] = int(time.time())
         usages = self._asked.generation.usages
-        body |= {"usage": _usage(usage_body(usages, 1)), **transfer_body(usages, 1)}
+        body |= {
+            "usage": _usage(usage_body(usages, 1), self._output.reasoning_tokens),
+            **transfer_body(usages, 1),
+        }
         self._on_end(body)
         return body
 
     def _numbered(self, told: dict[str, Any]) -> bytes:
         number, self._events = self._events, self._events + 1
-        return b"event: " + told["type"].encode() + b"\n" + event({**told, "sequence_number": number})
+        return named_event({**told, "sequence_number": number})
 
     def _response(self, status: str) -> dict[str, Any]:
         request, order, sampling = self._request, self._asked.order, self._asked.order.sampling
@@ -134,12 +142,12 @@ def _format(request: ResponsesRequest) -> Any:
     return {"type": "text"} if wanted is None else wanted
 
 
-def _usage(chat: dict[str, Any]) -> dict[str, Any]:
+def _usage(chat: dict[str, Any], reasoning_tokens: int) -> dict[str, Any]:
     return {
         "input_tokens": chat["prompt_tokens"],
         "input_tokens_details": chat["prompt_tokens_details"],
         "output_tokens": chat["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
         "total_tokens": chat["total_tokens"],
         "workmem": chat["workmem"],
     }

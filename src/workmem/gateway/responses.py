@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import uuid
-from typing import Any
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 from starlette.responses import Response
 
 from workmem.core.errors import ClientError, ContextTooLong
-from workmem.gateway.asking import ask, read_wire
+from workmem.gateway.asking import ask, read_wire, render
 from workmem.gateway.exchange import Answer, Exchange, state_of
 from workmem.gateway.failures import Refusal, json_response
+from workmem.gateway.generation import Service
 from workmem.gateway.response_reply import ResponseReply
 from workmem.gateway.response_store import ResponseStore, StoredResponse
 from workmem.gateway.sse import EventStream
@@ -40,27 +43,46 @@ async def create_response(exchange: Exchange) -> Answer:
     """`POST /v1/responses`, whole or streamed."""
     wire = read_wire(exchange, RESPONSES)
     request = read_request(wire.body)
-    store = _store(exchange)
-    parent = _previous(exchange, request)
-    given = [_held(exchange, placed) for placed in placed_input(request)]
-    translation = as_chat(wire.body, request, [*(parent.context() if parent else ()), *given])
+    context = _context(exchange, request)
+    translation = as_chat(wire.body, request, context.items)
     answer_id = f"resp_{uuid.uuid4().hex}"
-    try:
-        asked = await ask(exchange, wire, translation.chat, answer_id=answer_id, origins=translation.origins)
-    except ClientError as error:
-        error.param = _param(error)
-        raise
+    with _in_client_words():
+        asked = await ask(
+            exchange,
+            wire,
+            translation.chat,
+            answer_id=answer_id,
+            origins=translation.origins,
+            passages=translation.passages,
+        )
 
     def keep(body: dict[str, Any]) -> None:
         if request.store is False:
             return
-        items = [stored_item(placed.item, uuid.uuid4().hex) for placed in given]
-        store.put(exchange.tenant, answer_id, body=body, input_items=items, parent=parent)
+        items = [stored_item(placed.item, uuid.uuid4().hex) for placed in context.given]
+        _store(exchange).put(exchange.tenant, answer_id, body=body, input_items=items, parent=context.parent)
 
     reply = ResponseReply(asked, request, wire.body, translation, keep)
     if request.stream:
         return EventStream(reply.events(), asked.service.request_timeout_s, failed=reply.failed)
     return json_response(await reply.whole())
+
+
+async def count_input_tokens(exchange: Exchange) -> Answer:
+    """`POST /v1/responses/input_tokens`: how many tokens the prompt of a request has."""
+    service: Service = state_of(exchange.request, "service")
+    wire = read_wire(exchange, RESPONSES)
+    # Which model counts is no question where one is served.
+    body = dict(wire.body)
+    if body.get("model") is None:
+        body["model"] = service.engine.info.name
+    request = read_request(body)
+    translation = as_chat(body, request, _context(exchange, request).items)
+    with _in_client_words():
+        ready = await render(
+            service, translation.chat, origins=translation.origins, passages=translation.passages
+        )
+    return json_response({"object": "response.input_tokens", "input_tokens": len(ready.rendered.token_ids)})
 
 
 async def get_response(exchange: Exchange) -> Answer:
@@ -123,6 +145,24 @@ def _found(exchange: Exchange) -> StoredResponse:
     return found
 
 
+class _Context(NamedTuple):
+    """What a request goes on from, and what it adds."""
+
+    parent: StoredResponse | None
+    given: list[PlacedItem]
+
+    @property
+    def items(self) -> list[PlacedItem]:
+        """All of it, in order."""
+        before = [] if self.parent is None else self.parent.context()
+        return before + self.given
+
+
+def _context(exchange: Exchange, request: ResponsesRequest) -> _Context:
+    given = [_held(exchange, placed) for placed in placed_input(request)]
+    return _Context(_previous(exchange, request), given)
+
+
 def _previous(exchange: Exchange, request: ResponsesRequest) -> StoredResponse | None:
     response_id = request.previous_response_id
     if response_id is None:
@@ -146,8 +186,14 @@ def _held(exchange: Exchange, placed: PlacedItem) -> PlacedItem:
     return found
 
 
-def _param(error: ClientError) -> str | None:
-    """The field at fault as the client calls it."""
-    if error.param is None:
-        return "input" if isinstance(error, ContextTooLong) else None
-    return _PARAMS.get(error.param, error.param)
+@contextmanager
+def _in_client_words() -> Generator[None]:
+    """What is wrong is told by this API's names."""
+    try:
+        yield
+    except ClientError as error:
+        if error.param is not None:
+            error.param = _PARAMS.get(error.param, error.param)
+        elif isinstance(error, ContextTooLong):
+            error.param = "input"
+        raise

@@ -37,6 +37,7 @@ from workmem.prompt.responses_tools import LeftOut, OfferedTools, custom_argumen
 from workmem.prompt.thought_carrier import carried
 
 LOGPROBS = "message.output_text.logprobs"
+ENCRYPTED_THINKING = "reasoning.encrypted_content"
 _AS_IN_A_CHAT = (
     "temperature",
     "top_p",
@@ -78,6 +79,8 @@ class Translation(msgspec.Struct, frozen=True, kw_only=True):
     chat: dict[str, Any]
     """Body of a chat completion."""
     origins: dict[str, str]
+    """As in `Prompt`."""
+    passages: dict[str, list[str]]
     """As in `Prompt`."""
     tools: OfferedTools
     left_out: list[LeftOut]
@@ -174,7 +177,7 @@ def as_chat(body: Mapping[str, Any], request: ResponsesRequest, items: Sequence[
     # What is dropped from the front of a context would change all that follows: one that is too long is refused.
     asked = [LeftOut("truncation", "auto")] if request.truncation == "auto" else []
     left_out = [*tools.left_out, *history.left_out, *asked]
-    return Translation(chat=chat, origins=origins, tools=tools, left_out=left_out)
+    return Translation(chat=chat, origins=origins, passages=history.passages, tools=tools, left_out=left_out)
 
 
 def _options(body: Mapping[str, Any], request: ResponsesRequest) -> dict[str, Any]:
@@ -216,6 +219,7 @@ class _History:
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
         self.origins: dict[str, str] = {}
+        self.passages: dict[str, list[str]] = {}
         self.left_out: list[LeftOut] = []
         self._turn: _Turn | None = None
 
@@ -305,6 +309,8 @@ class _History:
         elif texts:
             content = [{"type": "text", "text": text} for text, _ in texts]
             path = _shared([at for _, at in texts]) or path
+            self.passages[place] = [text for text, _ in texts]
+            self.origins |= {f"{place}[{number}]": at for number, (_, at) in enumerate(texts)}
         self.origins[place] = path
         role = message.pop("role")
         self.messages.append({"role": role, "content": content, **message})

@@ -37,6 +37,8 @@ class StandIn:
     context: int | None = None
     refuses: tuple = ()
     """Fields of a body that it does not know."""
+    needs_choice: bool = False
+    """Refuses tools that may be called."""
     url: str = ""
     requests: int = 0
     hits: int = 0
@@ -52,6 +54,8 @@ class StandIn:
         for name in self.refuses:
             if name in body:
                 return 400, {"error": {"message": f"Unsupported parameter: {name}"}}
+        if self.needs_choice and body.get("tools") and body.get("tool_choice") != "none":
+            return 400, {"error": {"message": '"auto" tool choice requires a parser to be set'}}
         self.requests += 1
         tokens = self.rendered(path, body)
         if self.context and len(tokens) > self.context:

@@ -46,6 +46,20 @@ def test_the_block_is_found(standing_in, block):
     assert is_sound(examined.findings)
 
 
+@pytest.mark.parametrize("long_tokens", [700, 1000, 1100, 1300])
+@pytest.mark.parametrize("block", [32, 96, 128])
+def test_a_block_is_not_taken_for_its_double(standing_in, block, long_tokens):
+    with standing_in(block=block) as one:
+        _, said = report(one, long_tokens=long_tokens, requests_max=9)
+    assert f"in blocks of {block} tokens" in said["block"].seen
+
+
+def test_a_server_that_takes_tools_only_where_none_is_called_is_asked_so(standing_in):
+    with standing_in(needs_choice=True) as one:
+        _, said = report(one)
+    assert said["place of tools"].verdict == "ok"
+
+
 def test_a_block_larger_than_what_is_shared_is_told_with_numbers(standing_in):
     with standing_in(block=256) as one:
         _, said = report(one)

@@ -70,6 +70,7 @@ class ChatApi:
     def __init__(self) -> None:
         self.limit_key = "max_tokens"
         self.extra: dict[str, Any] = {"temperature": 0}
+        self.choice: dict[str, Any] = {}
 
     def body(self, model: str, ask: Ask) -> dict[str, Any]:
         """The request."""
@@ -90,6 +91,7 @@ class ChatApi:
                 }
                 for tool in ask.tools
             ]
+            body |= self.choice
         return body | self.extra | ask.more
 
     def adapt(self, complaint: str) -> bool:
@@ -99,6 +101,10 @@ class ChatApi:
             return True
         if "temperature" in complaint and self.extra:
             self.extra = {}
+            return True
+        if ("tool choice" in complaint or "tool_choice" in complaint) and not self.choice:
+            # VLLM without a parser of calls takes tools only where none may be called.
+            self.choice = {"tool_choice": "none"}
             return True
         return False
 

@@ -12,6 +12,7 @@ from workmem.probing.server import Refused
 _WARM_WORDS = 120
 _CUTS = (0.79, 0.47, 0.23, 0.09)
 """Longest first: a server that keeps the last prompt alone still has what the next one needs."""
+_DOUBTS_MAX = 2
 _FASTER = 0.6
 _HEAD_TOKENS_MAX = 64
 _QUESTION = "Say yes."
@@ -106,10 +107,23 @@ def _blocks(probe: Probe, second: Reading) -> list[Finding]:
     for number, cut in enumerate(_CUTS):
         text = f"{probe.text('long', cut * probe.long_tokens)} {probe.filler.text(f'end{number}', 8)}"
         found[cut] = probe.ask(text, _QUESTION).cached or 0
-    hits = {cut: cached for cut, cached in found.items() if cached > probe.head}
     # Cuts fall anywhere: what all the counts are multiples of is the block.
-    probe.block = math.gcd(*hits.values())
+    probe.block = math.gcd(*_hits(probe, found))
+    for number in range(_DOUBTS_MAX):
+        # Few blocks may all be even ones by chance. Of a part of a block, nothing is found if it is one.
+        cut = 1.8 * probe.block / tokens
+        if max(found.values()) > 20 * probe.block or cut > 0.9:
+            break
+        text = f"{probe.text('long', cut * probe.long_tokens)} {probe.filler.text(f'doubt{number}', 8)}"
+        found[cut] = probe.ask(text, _QUESTION).cached or 0
+        if math.gcd(*_hits(probe, found)) == probe.block:
+            break
+        probe.block = math.gcd(*_hits(probe, found))
     return [_block(probe, tokens, found), _minimum(probe, tokens, found)]
+
+
+def _hits(probe: Probe, found: dict[float, int]) -> list[int]:
+    return [cached for cached in found.values() if cached > probe.head]
 
 
 def _block(probe: Probe, tokens: int, found: dict[float, int]) -> Finding:
@@ -117,7 +131,7 @@ def _block(probe: Probe, tokens: int, found: dict[float, int]) -> Finding:
     seen = f"reuse is to the token (cached: {counts})"
     if probe.block > 1:
         seen = f"reuse is in blocks of {probe.block} tokens (cached: {counts})"
-    distinct = len({cached for cached in found.values() if cached > probe.head})
+    distinct = len(set(_hits(probe, found)))
     if distinct < 3:
         return unknown("block", f"{seen}, or of a size that divides this: too few different counts to tell")
     lost = tokens - found[1.0]

@@ -57,7 +57,7 @@ def open_app(config: Config, *, cache_dir: Path, progress: Progress) -> Generato
     stopped. With `upstream.urls` neither an engine nor a store is started, and torch is not loaded.
     """
     if config.upstream.urls:
-        yield build_upstream_app(config.upstream, config.server)
+        yield build_upstream_app(config.upstream, config.server, prompt=config.prompt)
         return
     gauges = _Gauges()
     metrics = Metrics(gauges)
@@ -75,7 +75,14 @@ def open_app(config: Config, *, cache_dir: Path, progress: Progress) -> Generato
         stack.callback(engine.stop)
         gauges.sources.append(engine)
         history = PromptHistory(prompts_max=config.server.explain_prompts_max)
-        yield build_app(engine, config.server, history=history, metrics=metrics, purge=store.purge)
+        yield build_app(
+            engine,
+            config.server,
+            history=history,
+            metrics=metrics,
+            purge=store.purge,
+            prompt=config.prompt,
+        )
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from workmem.core.units import parse_bytes
 from workmem.engines.embedded.config import EmbeddedConfig
 from workmem.engines.vllm.config import VllmConfig
 from workmem.gateway.config import ServerConfig, UpstreamConfig
+from workmem.prompt.config import PromptConfig
 from workmem.store.config import StoreConfig
 
 ENVIRONMENT_PREFIX = "WORKMEM__"
@@ -37,6 +38,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Version of this tree; a file of another version is refused."""
     server: ServerConfig = ServerConfig()
     upstream: UpstreamConfig = UpstreamConfig()
+    prompt: PromptConfig = PromptConfig()
     engine: EmbeddedConfig = EmbeddedConfig()
     store: StoreConfig = StoreConfig()
     vllm: VllmConfig = VllmConfig()

@@ -45,13 +45,13 @@ def named_event(value: Mapping[str, Any]) -> bytes:
     return b"event: " + value["type"].encode() + b"\ndata: " + msgspec.json.encode(value) + b"\n\n"
 
 
-def anthropic_usage(usage: Usage) -> dict[str, Any]:
+def anthropic_usage(usage: Usage, canonical: Mapping[str, int]) -> dict[str, Any]:
     """`usage`: what was computed and what was cached sum to the prompt.
 
     Nothing is said of what was written to a cache: tokens are kept where there is room, and how many were is
-    not known by then.
+    not known by then. `canonical` as in `usage_body`.
     """
-    body = usage_body({0: usage}, 1)
+    body = usage_body({0: usage}, 1, canonical)
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_read_input_tokens": usage.cached_tokens,

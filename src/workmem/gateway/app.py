@@ -38,6 +38,8 @@ from workmem.gateway.responses import (
     list_input_items,
 )
 from workmem.index.history import PromptHistory
+from workmem.prompt.canonical.choice import RuleChoice
+from workmem.prompt.config import PromptConfig
 from workmem.store.selector import Purged, PurgeSelector
 
 _OF_CLIENTS = re.compile(r"^/(?:v1/v1/.*|models|completions|chat/completions|responses|messages|v1/?)$")
@@ -69,6 +71,7 @@ def build_app(
     history: PromptHistory | None = None,
     metrics: Metrics | None = None,
     purge: Callable[[PurgeSelector], Purged] | None = None,
+    prompt: PromptConfig | None = None,
 ) -> Starlette:
     """The OpenAI-compatible server of `engine`, which it closes when it stops.
 
@@ -115,6 +118,7 @@ def build_app(
         callers=callers,
         keepalive_s=config.keepalive_s,
         request_timeout_s=config.request_timeout_s,
+        rules=RuleChoice(prompt or PromptConfig()),
     )
     return app
 

@@ -16,6 +16,8 @@ from workmem.gateway.exchange import Exchange, header_map, state_of
 from workmem.gateway.generation import Generation, Order, Service, start
 from workmem.gateway.models import require_model
 from workmem.gateway.turn import Turn
+from workmem.prompt.canonical.canonicalise import canonicalise
+from workmem.prompt.canonical.rule import Canonical
 from workmem.prompt.decode import convert, decode_json
 from workmem.prompt.dialects.places import Dialect
 from workmem.prompt.forced_calls import allowed_names, forced_schema, offered_names
@@ -27,10 +29,12 @@ from workmem.prompt.sampling import chat_sampling
 
 
 class Wire(msgspec.Struct, frozen=True, kw_only=True):
-    """A request as it came."""
+    """A request as it came, in its canonical form."""
 
     dialect: Dialect
     body: dict[str, Any]
+    canonical: Canonical
+    """What was done to `body`; its bytes as they came are those of the exchange."""
 
 
 class Asked(NamedTuple):
@@ -42,11 +46,18 @@ class Asked(NamedTuple):
     generation: Generation
     turns: list[Turn]
     """One for each choice."""
+    canonical: dict[str, int]
+    """How many places each rule changed in the client's body."""
 
 
 def read_wire(exchange: Exchange, dialect: Dialect) -> Wire:
     """The request of `exchange`. Raises ClientError where it is no JSON object."""
-    return Wire(dialect=dialect, body=decode_json(exchange.body))
+    service: Service = state_of(exchange.request, "service")
+    body = decode_json(exchange.body)
+    canonical = canonicalise(body, dialect, service.rules.of(exchange.tenant, body))
+    service.metrics.canonical.count(canonical)
+    exchange.client_path = canonical.client_path
+    return Wire(dialect=dialect, body=canonical.body, canonical=canonical)
 
 
 class Chat(NamedTuple):
@@ -124,6 +135,7 @@ async def ask(
     """
     service: Service = state_of(exchange.request, "service")
     request, prompt, rendered = await render(service, chat, origins=origins, passages=passages)
+    rendered = msgspec.structs.replace(rendered, spans=wire.canonical.in_client_words(rendered.spans))
     with _in_client_words(prompt.origins):
         sampling = chat_sampling(request, forced_schema(request, prompt.tools))
     room = service.engine.info.max_context - len(rendered.token_ids)
@@ -157,4 +169,5 @@ async def ask(
     # What must be JSON from its first character on has no thoughts before it.
     thinking = rendered.thinking if sampling.json_schema is None else "none"
     turns = [Turn(names, calls_max=calls_max, allowed=allowed, thinking=thinking) for _ in range(order.n)]
-    return Asked(service, request, order, await start(service, order, exchange), turns)
+    generation = await start(service, order, exchange)
+    return Asked(service, request, order, generation, turns, wire.canonical.counts)

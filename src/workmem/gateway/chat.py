@@ -37,6 +37,7 @@ class _Reply:
         self._generation = asked.generation
         self._model = asked.service.engine.info.name
         self._choices = asked.turns
+        self._canonical = asked.canonical
 
     async def whole(self) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
@@ -111,7 +112,7 @@ class _Reply:
 
     def _costs(self) -> dict[str, Any]:
         usages, n = self._generation.usages, self._order.n
-        return {"usage": usage_body(usages, n), **transfer_body(usages, n)}
+        return {"usage": usage_body(usages, n, self._canonical), **transfer_body(usages, n)}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {

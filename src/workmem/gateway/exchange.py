@@ -18,6 +18,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
+from workmem.core.errors import ClientError
 from workmem.core.units import parse_bytes
 from workmem.gateway.anthropic_shapes import is_anthropic
 from workmem.gateway.config import ServerConfig
@@ -48,6 +49,8 @@ class Exchange:
         """The client's `x-request-id` if it sent a usable one, else ours."""
         self.tenant = tenant
         self.body = body
+        self.client_path: Callable[[str], str] = str
+        """From a path in what was made of the body to the client's own, for errors that name a field."""
         self.held = AsyncExitStack()
         """What must be closed when the exchange ends, however it ends."""
 
@@ -120,6 +123,8 @@ class Boundary:
             except Exception as error:
                 # The engine is let go first: a slow reader of the answer must not keep it busy.
                 await exchange.held.aclose()
+                if isinstance(error, ClientError) and error.param is not None:
+                    error.param = exchange.client_path(error.param)
                 answer = error_response(error, exchange.path)
                 if getattr(answer, "status_code", 0) >= 500:
                     # A refusal was foreseen, and its text says it all.

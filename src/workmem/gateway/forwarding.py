@@ -14,6 +14,7 @@ from workmem.core.errors import ClientError, ConfigError
 from workmem.core.events import RequestMoved
 from workmem.core.generation import Caller
 from workmem.gateway.callers import Callers
+from workmem.gateway.canonical_bodies import Said, canonical_body
 from workmem.gateway.chat_as_message import ChatAsMessage
 from workmem.gateway.config import ServerConfig, UpstreamConfig
 from workmem.gateway.exchange import Answer, Exchange, header_map
@@ -35,6 +36,7 @@ from workmem.gateway.splitting import Split, Splitter
 from workmem.gateway.tries import Tries
 from workmem.gateway.upstream_metrics import UpstreamMetrics
 from workmem.gateway.usage_peek import UsagePeek
+from workmem.prompt.canonical.choice import RuleChoice
 from workmem.prompt.decode import decode_json
 from workmem.prompt.dialects.chat import CHAT
 from workmem.prompt.dialects.messages import MESSAGES
@@ -49,7 +51,12 @@ class Upstream:
     """Picks a server for each request and passes it on. `open` before use, `close` after."""
 
     def __init__(
-        self, config: UpstreamConfig, front: ServerConfig, servers: list[UpstreamServer], metrics: Metrics
+        self,
+        config: UpstreamConfig,
+        front: ServerConfig,
+        servers: list[UpstreamServer],
+        metrics: Metrics,
+        rules: RuleChoice,
     ) -> None:
         if not servers:
             raise ConfigError("$.upstream.urls: upstream mode needs at least one URL.")
@@ -63,6 +70,7 @@ class Upstream:
         self._asks_for_keys = bool(front.api_key_file)
         self._key = key_to_send(config.api_key_file, "$.upstream.api_key_file") if config.api_key_file else ""
         self._metrics = metrics
+        self._rules = rules
         self._counted = counted
         self._sender = Sender(config)
         self._expected = Expectations()
@@ -95,29 +103,31 @@ class Upstream:
 
     async def forward(self, exchange: Exchange) -> Answer:
         """Pass the request on to the best server that takes it."""
-        return await self._forward(exchange, None)
+        said = canonical_body(exchange, self._rules, self._metrics)
+        return await self._forward(exchange, said, None)
 
-    async def _as_chat(self, exchange: Exchange, lacking: UpstreamServer | None) -> ChatAsMessage:
+    async def _as_chat(self, exchange: Exchange, said: Said, lacking: UpstreamServer | None) -> ChatAsMessage:
         """Ask a message as the chat that it means; `lacking` has just shown that it knows no messages."""
-        chat = chat_of_messages(decode_json(exchange.body)).body
+        chat = chat_of_messages(said.object()).body
         if chat.get("stream"):
             chat["stream_options"] = {"include_usage": True}
-        answer = await self._forward(exchange, msgspec.json.encode(chat))
+        answer = await self._forward(exchange, said, msgspec.json.encode(chat))
         # Otherwise it was the model that it does not know.
         if lacking is not None and answer.status_code not in _UNKNOWN:
             lacking.lacks_messages = True
         return ChatAsMessage(answer)
 
-    async def _forward(self, exchange: Exchange, chat: bytes | None) -> PassThrough | ChatAsMessage:
+    async def _forward(
+        self, exchange: Exchange, said: Said, chat: bytes | None
+    ) -> PassThrough | ChatAsMessage:
         """Pass it on as it came, or as `chat`."""
         arrived, created = time.monotonic(), int(time.time())
-        said = _object_in(exchange.body)
-        raw = said if chat is None else _object_in(chat)
+        raw = said.fields if chat is None else _object_in(chat)
         is_message = chat is None and exchange.request.method == "POST" and exchange.path == MESSAGES.path
         model = raw["model"] if isinstance(raw.get("model"), str) else ""
         headers = header_map(exchange.request)
         caller = self.callers.who(
-            headers, said, tenant=exchange.tenant, model=model, history=history_of(said)
+            headers, said.fields, tenant=exchange.tenant, model=model, history=history_of(said.fields)
         )
         session = f"{caller.tenant}\0{caller.session}" if caller.session else ""
 
@@ -131,8 +141,8 @@ class Upstream:
         if not best:
             raise no_such_model(model, merged_models(self.servers))
         if is_message and best[0].lacks_messages:
-            return await self._as_chat(exchange, None)
-        request = self._outgoing(exchange, headers, caller)
+            return await self._as_chat(exchange, said, None)
+        request = self._outgoing(exchange, headers, caller, said.body)
         if chat is not None:
             request = _asking_chat(request, chat)
         split: Split | None = None
@@ -149,7 +159,7 @@ class Upstream:
             raise tries.refusal()
         if is_message and hop.answer.status in _UNKNOWN:
             hop.close()
-            return await self._as_chat(exchange, hop.server)
+            return await self._as_chat(exchange, said, hop.server)
         steady = self._steady(hop, tries, raw)
         passing = _Passing(exchange, caller, model, session, raw, split, tries, steady, arrived, created)
         chunks: AsyncIterator[bytes] | None = None if steady is None else steady.chunks()
@@ -214,7 +224,9 @@ class Upstream:
             itl_s = (now - first) / (usage.completion_tokens - 1)
         self._keeper.observe(None if first is None else first - passing.arrived, itl_s)
 
-    def _outgoing(self, exchange: Exchange, headers: Mapping[str, str], caller: Caller) -> Outgoing:
+    def _outgoing(
+        self, exchange: Exchange, headers: Mapping[str, str], caller: Caller, body: bytes
+    ) -> Outgoing:
         named = {
             part.strip().lower() for part in headers.get("connection", "").split(",")
         }  # Headers that the client declared to be of its connection.
@@ -238,7 +250,7 @@ class Upstream:
             method=request.method,
             target=f"{path}{query}",
             headers=out,
-            body=exchange.body,
+            body=body,
             is_generation=request.method == "POST" and path in GENERATIONS,
         )
 

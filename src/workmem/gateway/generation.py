@@ -24,6 +24,7 @@ from workmem.gateway.exchange import Exchange
 from workmem.gateway.explain import RequestLog, RequestRecord
 from workmem.gateway.metrics import Metrics
 from workmem.index.history import PromptHistory
+from workmem.prompt.canonical.choice import RuleChoice
 from workmem.prompt.hints import Hints
 from workmem.prompt.sampling import seed_of_choice
 
@@ -41,6 +42,8 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
     callers: Callers
     keepalive_s: float
     request_timeout_s: float
+    rules: RuleChoice
+    """What is done to a prompt before it is rendered."""
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):

@@ -106,7 +106,7 @@ class _Reply:
     def _start(self, delta: Delta) -> dict[str, Any]:
         usage = {"input_tokens": len(self._asked.order.prompts[0].token_ids), "output_tokens": 0}
         if delta.usage is not None:
-            usage = anthropic_usage(delta.usage)
+            usage = anthropic_usage(delta.usage, self._asked.canonical)
         start = self._message([]) | {"stop_reason": None, "stop_sequence": None, "usage": usage}
         return {"type": "message_start", "message": start}
 
@@ -131,4 +131,4 @@ class _Reply:
 
     def _costs(self) -> dict[str, Any]:
         usages = self._asked.generation.usages
-        return {"usage": anthropic_usage(usages[0]), **transfer_body(usages, 1)}
+        return {"usage": anthropic_usage(usages[0], self._asked.canonical), **transfer_body(usages, 1)}

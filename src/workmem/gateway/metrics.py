@@ -17,6 +17,7 @@ from workmem.core.events import (
     RequestPreempted,
     TierStateChanged,
 )
+from workmem.prompt.canonical.rule import Canonical
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 """Buckets of times that a person waits."""
@@ -72,6 +73,7 @@ class Metrics:
             buckets=SECONDS,
             registry=registry,
         )
+        self.canonical = CanonicalCounter(registry)
         self.events = EventCounter(registry)
         registry.register(_Readings(gauges))
 
@@ -82,6 +84,23 @@ class Metrics:
     def page(self) -> bytes:
         """The metrics in Prometheus's text format."""
         return generate_latest(self.registry)
+
+
+class CanonicalCounter:
+    """What rules did to prompts. A place is a tool, a text or a message."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._applied = Counter(
+            "workmem_canonical_applied",
+            "Requests whose prompt a rule changed.",
+            ["rule"],
+            registry=registry,
+        )
+
+    def count(self, canonical: Canonical) -> None:
+        """Count what was applied to one request."""
+        for one in canonical.applied:
+            self._applied.labels(one.rule).inc()
 
 
 class EventCounter:

@@ -12,8 +12,13 @@ _LOGPROB_MIN = -9999.0
 """JSON knows no infinity; clients read this as one."""
 
 
-def usage_body(usages: Mapping[int, Usage], n: int) -> dict[str, Any]:
-    """`usage` of a request: each prompt counts once, however many choices it has."""
+def usage_body(
+    usages: Mapping[int, Usage], n: int, canonical: Mapping[str, int] | None = None
+) -> dict[str, Any]:
+    """`usage` of a request: each prompt counts once, however many choices it has.
+
+    `canonical`: how many places each rule changed in the client's body.
+    """
     prompts = [usage for index, usage in sorted(usages.items()) if index % n == 0]
     prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
     completion_tokens = sum(usage.completion_tokens for usage in usages.values())
@@ -26,6 +31,8 @@ def usage_body(usages: Mapping[int, Usage], n: int) -> dict[str, Any]:
         workmem["approximate"] = True
     if told := [outcome.told() for usage in usages.values() for outcome in usage.hints]:
         workmem["hints"] = told
+    if canonical:
+        workmem["canonical"] = dict(canonical)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,

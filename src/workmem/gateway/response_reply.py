@@ -88,7 +88,7 @@ class ResponseReply:
             body["completed_at"] = int(time.time())
         usages = self._asked.generation.usages
         body |= {
-            "usage": _usage(usage_body(usages, 1), self._output.reasoning_tokens),
+            "usage": _usage(usage_body(usages, 1, self._asked.canonical), self._output.reasoning_tokens),
             **transfer_body(usages, 1),
         }
         self._on_end(body)

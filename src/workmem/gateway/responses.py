@@ -7,6 +7,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import msgspec
 from starlette.responses import Response
 
 from workmem.core.errors import ClientError, ContextTooLong
@@ -45,6 +46,10 @@ async def create_response(exchange: Exchange) -> Answer:
     request = read_request(wire.body)
     context = _context(exchange, request)
     translation = as_chat(wire.body, request, context.items)
+    translation.left_out[:] = [
+        msgspec.structs.replace(left, path=wire.canonical.client_path(left.path))
+        for left in translation.left_out
+    ]
     answer_id = f"resp_{uuid.uuid4().hex}"
     with _in_client_words():
         asked = await ask(

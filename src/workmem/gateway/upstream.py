@@ -1,4 +1,4 @@
-"""Upstream mode: the same front before OpenAI-compatible servers. Bodies and streams pass byte for byte."""
+"""Upstream mode: the same front before OpenAI-compatible servers. Streams pass byte for byte, and bodies where no rule changes them."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from workmem.gateway.passed import explain_passed
 from workmem.gateway.role_admin import change_server, list_servers, state_told
 from workmem.gateway.servers import UpstreamServer
 from workmem.policy.learned_costs import LearnedCosts
+from workmem.prompt.canonical.choice import RuleChoice
+from workmem.prompt.config import PromptConfig
 
 
 def servers_of(config: UpstreamConfig) -> list[UpstreamServer]:
@@ -38,12 +40,14 @@ def servers_of(config: UpstreamConfig) -> list[UpstreamServer]:
     ]
 
 
-def build_upstream_app(upstream: UpstreamConfig, config: ServerConfig | None = None) -> Starlette:
+def build_upstream_app(
+    upstream: UpstreamConfig, config: ServerConfig | None = None, *, prompt: PromptConfig | None = None
+) -> Starlette:
     """The front of the servers in `upstream.urls`."""
     config = config or ServerConfig()
     servers = servers_of(upstream)
     metrics = Metrics(partial(_gauges, servers))
-    front = Upstream(upstream, config, servers, metrics)
+    front = Upstream(upstream, config, servers, metrics, RuleChoice(prompt or PromptConfig()))
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None]:

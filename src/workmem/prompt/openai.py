@@ -71,6 +71,8 @@ class Extension(msgspec.Struct, frozen=True, kw_only=True):
 
     reuse: bool | None = None
     """False computes the whole prompt and leaves nothing behind, for a fair comparison."""
+    canonical: Literal["lossless", "off"] | None = None
+    """`off` leaves the prompt as it was written; read from the body before all else."""
 
 
 class TransferParams(msgspec.Struct, frozen=True, kw_only=True):

@@ -259,3 +259,18 @@ def test_a_broken_template_stops_the_start(tmp_path):
     build_tokenizer(tmp_path, chat_template="{{ broken ")
     with pytest.raises(ConfigError, match=r"chat template of .* is broken at line 1"):
         ModelTokenizer(tmp_path)
+
+
+def test_instructions_in_the_middle_stay_there_where_a_template_wants_them_first(make):
+    strict = (
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('first') }}{% endif %}"
+        "[{{ m.role }}]{{ m.content }}{% endfor %}"
+    )
+    chat = [{"role": role, "content": role[0]} for role in ("system", "user", "system", "assistant", "user")]
+    tokenizer = make(strict)
+    prompt = tokenizer.render_chat(chat)
+    check(tokenizer, prompt)
+    assert tokenizer.decode(prompt.token_ids) == "[system]s[user]u[user]s[assistant]a[user]u"
+    assert ("messages[2].content", "s") in texts(tokenizer, prompt)
+    lax = make("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
+    assert lax.decode(lax.render_chat(chat).token_ids) == "[system]s[user]u[system]s[assistant]a[user]u"

@@ -1,10 +1,14 @@
 """Anthropic's official SDK, unmodified, over loopback."""
 
 import json
+from pathlib import Path
 
 import anthropic
 import pytest
 
+from workmem.core.errors import ClientError
+
+MARK = {"cache_control": {"type": "ephemeral"}}
 HELLO = [{"role": "user", "content": "Hi"}]
 WEATHER = {
     "name": "get_weather",
@@ -222,3 +226,135 @@ def test_a_quiet_stream_is_kept_alive_with_pings(base_url, engine, wire):
     assert headers["content-type"].startswith("text/event-stream")
     assert b'event: ping\ndata: {"type":"ping"}\n\n' in data
     assert data.index(b"event: message_start") == 0
+
+
+THINKING = "<think>\nHe greets.\n</think>\n\nHello."
+
+
+def test_thoughts_are_blocks_of_their_own(claude, create, engine, model):
+    engine.thinking, engine.answer = "possible", THINKING
+    whole = create()
+    with claude.messages.stream(model=model, max_tokens=1000, messages=HELLO) as stream:
+        streamed = stream.get_final_message()
+    for message in (whole, streamed):
+        thought, text = message.content
+        assert (thought.type, thought.thinking, text.text) == ("thinking", "He greets.", "Hello.")
+        assert thought.signature == message.id
+    create([*HELLO, whole.to_param(), {"role": "user", "content": "And?"}])
+    assert engine.rendered[-1][1] == {
+        "role": "assistant",
+        "content": "Hello.",
+        "reasoning_content": "He greets.",
+    }
+
+
+def test_a_prompt_may_have_begun_the_thoughts(create, engine):
+    engine.thinking, engine.answer = "begun", THINKING.removeprefix("<think>")
+    assert [block.type for block in create().content] == ["thinking", "text"]
+    engine.thinking = "none"
+    assert [block.type for block in create().content] == ["text"]
+
+
+def test_what_must_be_json_has_no_thoughts(create, engine):
+    engine.thinking, engine.answer = "begun", '{"name": "get_weather", "arguments": {"city": "Paris"}}'
+    answer = create(tools=[WEATHER], tool_choice={"type": "any"})
+    assert [block.type for block in answer.content] == ["tool_use"]
+
+
+def test_thoughts_of_a_chat(openai_client, engine, model):
+    engine.thinking, engine.answer = "possible", THINKING
+    asked = {"model": model, "messages": HELLO}
+    message = openai_client.chat.completions.create(**asked).choices[0].message
+    assert (message.content, message.reasoning_content) == ("Hello.", "He greets.")
+    told = {"content": "", "reasoning_content": ""}
+    for chunk in openai_client.chat.completions.create(**asked, stream=True):
+        for key in told:
+            told[key] += getattr(chunk.choices[0].delta, key, None) or ""
+    assert told == {"content": "Hello.", "reasoning_content": "He greets."}
+
+
+def test_models_are_listed_for_both_sdks(claude, openai_client, model):
+    assert [one.id for one in claude.models.list()] == [model]
+    assert claude.models.retrieve(model).display_name == model
+    assert [one.id for one in openai_client.models.list()] == [model]
+
+
+def test_a_schema_that_is_none_is_told_by_the_clients_path(create, engine):
+    engine.first_error = ClientError("no schema", param="response_format")
+    with pytest.raises(anthropic.BadRequestError, match=r"output_config.format: no schema"):
+        create(output_config={"format": {"type": "json_schema", "schema": {"type": "what"}}})
+
+
+def claude_code(*turns, mark=-1):
+    """A request in the shape of Claude Code 2.1 (its texts are its own; these are made up)."""
+    messages = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": f"<context>{part}</context>"} for part in "abc"],
+        },
+        {"role": "system", "content": "More instructions.", "output_config": {"effort": "medium"}},
+        *turns,
+    ]
+    last = messages[mark]
+    if isinstance(last["content"], str):
+        messages[mark] = {**last, "content": [{"type": "text", "text": last["content"], **MARK}]}
+    else:
+        messages[mark] = {**last, "content": [*last["content"][:-1], {**last["content"][-1], **MARK}]}
+    user = json.dumps({"device_id": "d", "account_uuid": "", "session_id": "5f0c"})
+    return {
+        "model": "fake-model",
+        "messages": messages,
+        "system": [
+            {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.0; cch=00000;"},
+            {"type": "text", "text": "You are an agent.", **MARK},
+            {"type": "text", "text": "Rules.", **MARK},
+        ],
+        "tools": [
+            {
+                "name": "Glob",
+                "description": "Finds files.",
+                "input_schema": {"type": "object", "properties": {}},
+            },
+            {"name": "Later", "description": "", "input_schema": {"type": "object"}, "defer_loading": True},
+        ],
+        "metadata": {"user_id": user},
+        "max_tokens": 128000,
+        "thinking": {"type": "adaptive", "display": "omitted"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "medium"},
+        "stream": True,
+    }
+
+
+def test_requests_of_claude_code_are_answered_and_append(wire, engine):
+    use = {"type": "tool_use", "id": "toolu_1", "name": "Glob", "input": {"pattern": "*.py"}}
+    result = {"tool_use_id": "toolu_1", "type": "tool_result", "content": "a.py"}
+    turns = [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+    turns += [
+        {"role": "assistant", "content": [{"type": "text", "text": "One."}]},
+        {"role": "user", "content": "More."},
+    ]
+    engine.answer = "ok"
+    prompts = []
+    for count in (0, 2, 4):
+        status, _, data = wire.post(
+            "/v1/messages?beta=true", claude_code(*turns[:count]), {"anthropic-version": "2023-06-01"}
+        )
+        assert (status, data.count(b"event: message_stop")) == (200, 1)
+        prompts.append(bytes(engine.requests[-1].token_ids).removesuffix(b"assistant: "))
+    assert prompts[1].startswith(prompts[0])
+    assert prompts[2].startswith(prompts[1])
+    assert b"Later" not in prompts[0]
+    assert {request.caller.session for request in engine.requests} == {"5f0c"}
+
+
+def test_requests_of_the_sdk_are_answered_and_append(wire, engine):
+    path = Path(__file__).parents[1] / "data" / "clients" / "anthropic_sdk_cache_control.jsonl"
+    prompts = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        body = json.loads(line)["body"] | {"model": "fake-model", "max_tokens": 100, "stream": False}
+        assert wire.post("/v1/messages", body)[0] == 200
+        prompts.append(bytes(engine.requests[-1].token_ids).removesuffix(b"assistant: "))
+    assert len(prompts) == 3
+    assert prompts[1].startswith(prompts[0])
+    assert prompts[2].startswith(prompts[1])

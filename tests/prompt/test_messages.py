@@ -6,7 +6,7 @@ import pytest
 
 from workmem.core.errors import ClientError
 from workmem.prompt.decode import convert
-from workmem.prompt.messages import plain_content
+from workmem.prompt.messages import part_places, plain_content
 from workmem.prompt.openai import ChatRequest
 
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -41,3 +41,16 @@ def test_what_is_no_text_is_refused_by_its_place():
     with pytest.raises(ClientError, match="reads text only") as caught:
         plain({"role": "user", "content": content})
     assert caught.value.param == "messages[0].content[1].type"
+
+
+def test_parts_know_their_places():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": ""}, {"type": "refusal", "refusal": "b"}]
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": parts}]
+    request = convert({"model": "m", "messages": messages}, ChatRequest)
+    origins, passages = part_places(request.messages)
+    assert origins == {
+        "messages[1].content": "messages[1].content[0].text",
+        "messages[1].content[0]": "messages[1].content[0].text",
+        "messages[1].content[1]": "messages[1].content[2].refusal",
+    }
+    assert passages == {"messages[1].content": ["a", "b"]}

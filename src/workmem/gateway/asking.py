@@ -22,7 +22,7 @@ from workmem.prompt.decode import convert, decode_json
 from workmem.prompt.dialects.places import Dialect
 from workmem.prompt.forced_calls import allowed_names, forced_schema, offered_names
 from workmem.prompt.hint_dialects import hints_of
-from workmem.prompt.messages import plain_content
+from workmem.prompt.messages import part_places, plain_content
 from workmem.prompt.openai import ChatRequest
 from workmem.prompt.prompt import Prompt
 from workmem.prompt.sampling import chat_sampling
@@ -81,11 +81,12 @@ async def render(
     """
     with _in_client_words(origins or {}):
         request = _read(service, chat)
+        paths, texts = part_places(request.messages)
         prompt = Prompt(
             messages=plain_content(chat["messages"], request.messages),
             tools=chat.get("tools") or [],
-            origins=origins or {},
-            passages=passages or {},
+            origins=paths | (origins or {}),
+            passages=texts | (passages or {}),
             template_kwargs=request.chat_template_kwargs,
         )
         # A long chat takes milliseconds to render: other clients' streams must not wait for it.
@@ -169,5 +170,6 @@ async def ask(
     # What must be JSON from its first character on has no thoughts before it.
     thinking = rendered.thinking if sampling.json_schema is None else "none"
     turns = [Turn(names, calls_max=calls_max, allowed=allowed, thinking=thinking) for _ in range(order.n)]
-    generation = await start(service, order, exchange)
+    with _in_client_words(prompt.origins):
+        generation = await start(service, order, exchange)
     return Asked(service, request, order, generation, turns, wire.canonical.counts)

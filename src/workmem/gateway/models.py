@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 from workmem.core.errors import UnknownModel
@@ -22,7 +23,10 @@ def require_model(engine: Engine, name: str) -> None:
 async def list_models(exchange: Exchange) -> Answer:
     """`GET /v1/models`."""
     engine: Engine = state_of(exchange.request, "service").engine
-    return json_response({"object": "list", "data": [_body(engine.info)]})
+    name = engine.info.name
+    # What is below "data" is Anthropic's, for its clients.
+    pages = {"has_more": False, "first_id": name, "last_id": name}
+    return json_response({"object": "list", "data": [_body(engine.info)], **pages})
 
 
 async def get_model(exchange: Exchange) -> Answer:
@@ -39,5 +43,8 @@ def _body(info: ModelInfo) -> dict[str, Any]:
         "created": info.created,
         "owned_by": "workmem",
         "max_model_len": info.max_context,
+        "type": "model",
+        "display_name": info.name,
+        "created_at": datetime.fromtimestamp(info.created, UTC).isoformat(),
         "workmem": {"fingerprint": info.fingerprint, "dtype": info.dtype},
     }

@@ -91,6 +91,17 @@ def developer_as_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, An
     return [{**item, "role": "system"} if item.get("role") == "developer" else item for item in messages]
 
 
+def late_system_as_user(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`messages` with instructions in the middle said by the user: some templates take a system message first only.
+
+    They stay where they are: gathered at the beginning, each new one would change the prefix of all that follows.
+    """
+    return [
+        {**item, "role": "user"} if index and item.get("role") == "system" else item
+        for index, item in enumerate(messages)
+    ]
+
+
 def _add_system(
     plain: list[dict[str, Any]], paths: list[str], passages: dict[str, list[tuple[str, str]]], text: str
 ) -> None:

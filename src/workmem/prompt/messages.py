@@ -26,6 +26,27 @@ def plain_content(raw: Sequence[dict[str, Any]], messages: Sequence[Message]) ->
     return plain
 
 
+def part_places(messages: Sequence[Message]) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """`origins` and `passages` of contents that are lists of parts, as `Prompt` has them."""
+    origins: dict[str, str] = {}
+    passages: dict[str, list[str]] = {}
+    for index, message in enumerate(messages):
+        field, parts = f"messages[{index}].content", message.content
+        if not isinstance(parts, list):
+            continue
+        places = [
+            (f"{field}[{number}].{'text' if isinstance(part, TextPart) else 'refusal'}", text)
+            for number, (part, text) in enumerate(zip(parts, _texts(index, message), strict=True))
+            if text
+        ]
+        if places:
+            origins[field] = places[0][0]
+        for number, (path, _) in enumerate(places):
+            origins[f"{field}[{number}]"] = path
+        passages[field] = [text for _, text in places]
+    return origins, passages
+
+
 def _texts(index: int, message: Message) -> list[str]:
     texts: list[str] = []
     for number, part in enumerate(message.content or ()):

@@ -64,6 +64,7 @@ def chat_of_messages(raw: dict[str, Any]) -> TranslatedChat:
     request = convert(raw, MessagesRequest)
     body, history = _prompt(request)
     if request.stop_sequences:
+        history.origins["stop"] = "stop_sequences"
         body["stop"] = request.stop_sequences
     body["max_tokens"] = request.max_tokens
     for name in ("stream", "temperature", "top_p", "top_k"):
@@ -73,6 +74,7 @@ def chat_of_messages(raw: dict[str, Any]) -> TranslatedChat:
     if request.output_config is not None and request.output_config.format is not None:
         schema = {"name": "answer", "schema": request.output_config.format.schema_}
         body["response_format"] = {"type": "json_schema", "json_schema": schema}
+        history.origins["response_format"] = "output_config.format"
     kept = {name: raw[name] for name in _KEPT if name in raw}
     if isinstance(kwargs := kept.get("chat_template_kwargs"), dict):
         kept["chat_template_kwargs"] = {**body.get("chat_template_kwargs", {}), **kwargs}

@@ -16,11 +16,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from workmem.core.errors import ClientError, ConfigError
 from workmem.core.generation import RenderedPrompt, ThinkingState
 from workmem.engines.embedded.prompt_spans import Needle, locate, spans_of_tokens
-from workmem.prompt.default_tools import as_plain_chat, developer_as_system
+from workmem.prompt.default_tools import as_plain_chat, developer_as_system, late_system_as_user
 from workmem.prompt.thinking import CLOSE, OPEN
 
 END_OF_TURN_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|end_of_turn|>")
 """Ends of an assistant's turn that configurations forget to list as end of text."""
+_LATE_SYSTEM = ("system", "user", "system", "assistant", "user")
+_LATE_USER = ("system", "user", "user", "assistant", "user")
 
 
 class ModelTokenizer:
@@ -43,6 +45,7 @@ class ModelTokenizer:
             raise ConfigError(f"$.engine.model: {folder} has no usable tokenizer: {reason}") from error
         self.eos_ids = _eos_ids(folder, self.hf)
         self._check_template(folder)
+        self._takes_late_system = self._takes(_LATE_SYSTEM) or not self._takes(_LATE_USER)
         self._reserved = frozenset(inspect.signature(self.hf.apply_chat_template).parameters) - {"documents"}
 
     def _check_template(self, folder: Path) -> None:
@@ -58,6 +61,17 @@ class ModelTokenizer:
         except (TemplateError, ValueError, TypeError, KeyError, AttributeError):
             # It can be parsed; that it does not like this one chat says nothing about others.
             return
+
+    def _takes(self, roles: Sequence[str]) -> bool:
+        """Whether the template renders a chat of these roles."""
+        if not self.hf.chat_template:
+            return True
+        chat = [{"role": role, "content": "Hello"} for role in roles]
+        try:
+            self.hf.apply_chat_template(chat, tokenize=False)
+        except (TemplateError, ValueError, TypeError, KeyError, AttributeError):
+            return False
+        return True
 
     def encode(self, text: str) -> list[int]:
         """Token ids of raw text, with the leading token the model expects, if any."""
@@ -85,6 +99,8 @@ class ModelTokenizer:
             raise ClientError(f"chat_template_kwargs.{name} cannot be set", param="chat_template_kwargs")
         template = self._template(tools)
         chat = list(messages) if "developer" in template else developer_as_system(messages)
+        if not self._takes_late_system:
+            chat = late_system_as_user(chat)
         if "tools" in template:
             given, known = list(tools), []
             chat = [_parsed_calls(message) for message in chat]

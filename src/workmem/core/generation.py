@@ -5,6 +5,7 @@ The embedded engine implements `Engine`; tests implement it with a fake only for
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Protocol
 
@@ -61,6 +62,35 @@ class Span(msgspec.Struct, frozen=True):
     end: int
 
 
+class KnownTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """A turn of the history that this server generated, and of which it still has the tokens.
+
+    `messages[message]` means what was generated, so that a prompt with these tokens in place of its rendering says
+    the same, and its KV is the one that generating them left behind.
+    """
+
+    message: int
+    prompt_chars: int
+    """Length of the text that it was the answer to, as the template wrote it."""
+    prompt_digest: bytes
+    """`text_digest` of that text."""
+    token_ids: tuple[int, ...]
+    """As generated, without an end mark."""
+
+
+class KnownOutcome(msgspec.Struct, frozen=True):
+    """What a rendering made of a known turn."""
+
+    message: int
+    outcome: str
+    """`USED`, `SAME` where encoding the turn's text gives the same tokens anyway, or the reason against it."""
+    tokens: int = 0
+    """That were put in place."""
+
+
+USED, SAME = "used", "same"
+
+
 class RenderedPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt as the model sees it. Spans are ascending, disjoint and cover all tokens."""
 
@@ -68,6 +98,15 @@ class RenderedPrompt(msgspec.Struct, frozen=True, kw_only=True):
     spans: tuple[Span, ...]
     thinking: ThinkingState = "none"
     """Of the answer to it."""
+    text: str = ""
+    """What the template wrote. The tokens of known turns may spell arguments of calls in another way."""
+    known: tuple[KnownOutcome, ...] = ()
+    """Of each known turn that was given, in the order of messages."""
+
+
+def text_digest(text: str) -> bytes:
+    """Stands for a text where it must be the same to the character."""
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=20).digest()
 
 
 class Handoff(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,11 +219,13 @@ class Engine(Protocol):
         tools: Sequence[dict[str, Any]] = (),
         template_kwargs: dict[str, Any] | None = None,
         passages: Mapping[str, Sequence[str]] | None = None,
+        known: Sequence[KnownTurn] = (),
     ) -> RenderedPrompt:
         """Apply the model's chat template, ready for the assistant's turn.
 
         `messages` and `tools` are OpenAI Chat Completions objects; the content of each message is text. `passages`
         has, by path, the texts that a content was joined from: each gets a span of its own, `messages[2].content[1]`.
+        `known`, by ascending message, is put in place where the rendering says the same; an engine may leave that.
         Raises ClientError where the template refuses them.
         """
         ...

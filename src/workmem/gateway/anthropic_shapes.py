@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from workmem.core.generation import Usage
+from workmem.core.generation import KnownOutcome, Usage
 from workmem.gateway.replies import usage_body
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
@@ -45,13 +45,15 @@ def named_event(value: Mapping[str, Any]) -> bytes:
     return b"event: " + value["type"].encode() + b"\ndata: " + msgspec.json.encode(value) + b"\n\n"
 
 
-def anthropic_usage(usage: Usage, canonical: Mapping[str, int]) -> dict[str, Any]:
+def anthropic_usage(
+    usage: Usage, canonical: Mapping[str, int], known: Sequence[KnownOutcome] = ()
+) -> dict[str, Any]:
     """`usage`: what was computed and what was cached sum to the prompt.
 
     Nothing is said of what was written to a cache: tokens are kept where there is room, and how many were is
-    not known by then. `canonical` as in `usage_body`.
+    not known by then. `canonical` and `known` as in `usage_body`.
     """
-    body = usage_body({0: usage}, 1, canonical)
+    body = usage_body({0: usage}, 1, canonical, known)
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_read_input_tokens": usage.cached_tokens,

@@ -37,6 +37,7 @@ from workmem.gateway.responses import (
     get_response,
     list_input_items,
 )
+from workmem.gateway.transcripts import TURN_TOKENS_MAX, TURNS_MAX, TurnMemory
 from workmem.index.history import PromptHistory
 from workmem.prompt.canonical.choice import RuleChoice
 from workmem.prompt.config import PromptConfig
@@ -90,20 +91,12 @@ def build_app(
     metrics.add_readings(responses.gauges)
     callers = Callers()
 
-    @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncGenerator[None]:
-        del app
-        try:
-            yield
-        finally:
-            await engine.close()
-
     app = assemble(
         _ENDPOINTS,
         config=config,
         metrics=metrics,
         health=_engine_health,
-        lifespan=lifespan,
+        lifespan=_closes(engine),
     )
     app.state.purge = purge
     app.state.history = history
@@ -116,11 +109,24 @@ def build_app(
         request_log=request_log,
         metrics=metrics,
         callers=callers,
+        transcripts=TurnMemory(metrics, turns_max=TURNS_MAX, tokens_max=TURN_TOKENS_MAX),
         keepalive_s=config.keepalive_s,
         request_timeout_s=config.request_timeout_s,
         rules=RuleChoice(prompt or PromptConfig()),
     )
     return app
+
+
+def _closes(engine: Engine) -> Lifespan:
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncGenerator[None]:
+        del app
+        try:
+            yield
+        finally:
+            await engine.close()
+
+    return lifespan
 
 
 def assemble(

@@ -6,15 +6,16 @@ import asyncio
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
 
 from workmem.core.errors import ClientError
-from workmem.core.generation import RenderedPrompt
 from workmem.gateway.exchange import Exchange, header_map, state_of
 from workmem.gateway.generation import Generation, Order, Service, start
 from workmem.gateway.models import require_model
+from workmem.gateway.transcripts import Read, keeping
 from workmem.gateway.turn import Turn
 from workmem.prompt.canonical.canonicalise import canonicalise
 from workmem.prompt.canonical.rule import Canonical
@@ -35,6 +36,8 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True):
     body: dict[str, Any]
     canonical: Canonical
     """What was done to `body`; its bytes as they came are those of the exchange."""
+    remembers: bool = True
+    """Whether turns of its history may have the tokens that were generated for them."""
 
 
 class Asked(NamedTuple):
@@ -54,10 +57,11 @@ def read_wire(exchange: Exchange, dialect: Dialect) -> Wire:
     """The request of `exchange`. Raises ClientError where it is no JSON object."""
     service: Service = state_of(exchange.request, "service")
     body = decode_json(exchange.body)
+    remembers = service.rules.is_on(exchange.tenant, body)
     canonical = canonicalise(body, dialect, service.rules.of(exchange.tenant, body))
     service.metrics.canonical.count(canonical)
     exchange.client_path = canonical.client_path
-    return Wire(dialect=dialect, body=canonical.body, canonical=canonical)
+    return Wire(dialect=dialect, body=canonical.body, canonical=canonical, remembers=remembers)
 
 
 class Chat(NamedTuple):
@@ -65,17 +69,22 @@ class Chat(NamedTuple):
 
     request: ChatRequest
     prompt: Prompt
-    rendered: RenderedPrompt
+    read: Read
+    """The prompt as it is rendered, with the paths that the client knows."""
 
 
 async def render(
     service: Service,
     chat: dict[str, Any],
     *,
+    tenant: str,
+    remembers: bool = True,
     origins: dict[str, str] | None = None,
     passages: dict[str, list[str]] | None = None,
 ) -> Chat:
-    """Read and render `chat`, the body of a chat completion; `origins` and `passages` as in `Prompt`.
+    """Read and render `chat`, the body of a chat completion of `tenant`; `origins` and `passages` as in `Prompt`.
+
+    `remembers` as in `Wire`.
 
     Raises ClientError where the request is wrong, with the path that the client knows.
     """
@@ -90,15 +99,19 @@ async def render(
             template_kwargs=request.chat_template_kwargs,
         )
         # A long chat takes milliseconds to render: other clients' streams must not wait for it.
-        rendered = await asyncio.to_thread(
-            service.engine.render_chat,
-            prompt.messages,
-            tools=prompt.tools,
-            template_kwargs=prompt.template_kwargs,
-            passages=prompt.passages,
+        read = await asyncio.to_thread(
+            service.transcripts.render,
+            service.engine,
+            prompt,
+            tenant=tenant,
+            remembers=remembers and request.allows_reuse,
         )
-    rendered = msgspec.structs.replace(rendered, spans=prompt.in_client_words(rendered.spans))
-    return Chat(request, prompt, rendered)
+    spans = prompt.in_client_words(read.rendered.spans)
+    return Chat(
+        request,
+        prompt,
+        read._replace(rendered=msgspec.structs.replace(read.rendered, spans=spans)),
+    )
 
 
 @contextmanager
@@ -135,8 +148,17 @@ async def ask(
     Raises as `render` does, and what the engine refuses the request with.
     """
     service: Service = state_of(exchange.request, "service")
-    request, prompt, rendered = await render(service, chat, origins=origins, passages=passages)
+    request, prompt, read = await render(
+        service,
+        chat,
+        tenant=exchange.tenant,
+        remembers=wire.remembers,
+        origins=origins,
+        passages=passages,
+    )
+    rendered = read.rendered
     rendered = msgspec.structs.replace(rendered, spans=wire.canonical.in_client_words(rendered.spans))
+    service.transcripts.count(read)
     with _in_client_words(prompt.origins):
         sampling = chat_sampling(request, forced_schema(request, prompt.tools))
     room = service.engine.info.max_context - len(rendered.token_ids)
@@ -151,6 +173,12 @@ async def ask(
         history=prompt.messages,
     )
     hints = hints_of(headers, wire.body)
+    calls_max = 1 if request.parallel_tool_calls is False else None
+    # What must be JSON from its first character on has no thoughts before it.
+    thinking = rendered.thinking if sampling.json_schema is None else "none"
+    fresh_turn = partial(
+        Turn, offered_names(request), calls_max=calls_max, allowed=allowed_names(request), thinking=thinking
+    )
     order = Order(
         id=answer_id,
         request_id=exchange.request_id,
@@ -163,13 +191,9 @@ async def ask(
         reuse=request.allows_reuse,
         handoff=request.handoff,
         hints=hints,
+        keep=keeping(service.transcripts, read, fresh_turn),
     )
-    calls_max = 1 if request.parallel_tool_calls is False else None
-    names = offered_names(request)
-    allowed = allowed_names(request)
-    # What must be JSON from its first character on has no thoughts before it.
-    thinking = rendered.thinking if sampling.json_schema is None else "none"
-    turns = [Turn(names, calls_max=calls_max, allowed=allowed, thinking=thinking) for _ in range(order.n)]
+    turns = [fresh_turn() for _ in range(order.n)]
     with _in_client_words(prompt.origins):
         generation = await start(service, order, exchange)
     return Asked(service, request, order, generation, turns, wire.canonical.counts)

@@ -112,7 +112,8 @@ class _Reply:
 
     def _costs(self) -> dict[str, Any]:
         usages, n = self._generation.usages, self._order.n
-        return {"usage": usage_body(usages, n, self._canonical), **transfer_body(usages, n)}
+        known = self._order.prompts[0].known
+        return {"usage": usage_body(usages, n, self._canonical, known), **transfer_body(usages, n)}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {

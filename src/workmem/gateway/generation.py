@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 import msgspec
 
@@ -23,6 +23,7 @@ from workmem.gateway.callers import Callers
 from workmem.gateway.exchange import Exchange
 from workmem.gateway.explain import RequestLog, RequestRecord
 from workmem.gateway.metrics import Metrics
+from workmem.gateway.transcripts import TurnMemory
 from workmem.index.history import PromptHistory
 from workmem.prompt.canonical.choice import RuleChoice
 from workmem.prompt.hints import Hints
@@ -40,6 +41,7 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
     request_log: RequestLog
     metrics: Metrics
     callers: Callers
+    transcripts: TurnMemory
     keepalive_s: float
     request_timeout_s: float
     rules: RuleChoice
@@ -60,6 +62,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     reuse: bool = True
     handoff: Handoff | None = None
     hints: Hints | None = None
+    keep: Callable[[str, list[int], str], None] | None = None
+    """Told of each choice that ends by itself: its text, its tokens, and its finish reason."""
 
     def requests(self) -> list[GenerateRequest]:
         """One per choice; position p * n + c is choice c of prompt p, as OpenAI counts."""
@@ -151,11 +155,18 @@ class Generation:
         deltas = self._service.engine.generate(request)
         watch = _Watch(self._service.metrics, self._arrived)
         ended = _Ended(EngineError(f"The engine ended request {request.id} without a finish reason."))
+        texts: list[str] = []
+        token_ids: list[int] = []
         try:
             async for delta in deltas:
                 watch.see(delta)
+                texts.append(delta.text)
+                token_ids += delta.token_ids
                 if delta.finish_reason is not None:
                     ended = self._finish(index, request, delta)
+                    if ended.error is None and self._order.keep is not None:
+                        # Before the client knows that the turn is whole, and can send it back.
+                        self._order.keep("".join(texts), token_ids, delta.finish_reason)
                 if ended.error is None or delta.finish_reason is None:
                     await self._queue.put((index, delta))
                 if delta.finish_reason is not None:

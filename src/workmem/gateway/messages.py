@@ -50,8 +50,10 @@ async def count_tokens(exchange: Exchange) -> Answer:
     """Say how many tokens a message's prompt has."""
     service: Service = state_of(exchange.request, "service")
     chat = chat_of_count(read_wire(exchange, MESSAGES).body)
-    ready = await render(service, chat.body, origins=chat.origins, passages=chat.passages)
-    return json_response({"input_tokens": len(ready.rendered.token_ids)})
+    ready = await render(
+        service, chat.body, tenant=exchange.tenant, origins=chat.origins, passages=chat.passages
+    )
+    return json_response({"input_tokens": len(ready.read.rendered.token_ids)})
 
 
 class _Reply:
@@ -60,6 +62,7 @@ class _Reply:
     def __init__(self, asked: Asked) -> None:
         self._asked = asked
         self._turn = asked.turns[0]
+        self._known = asked.order.prompts[0].known
         self._model = asked.service.engine.info.name
         self._stopped_by: str | None = None
         self._content = MessageContent(asked.order.id)
@@ -106,7 +109,7 @@ class _Reply:
     def _start(self, delta: Delta) -> dict[str, Any]:
         usage = {"input_tokens": len(self._asked.order.prompts[0].token_ids), "output_tokens": 0}
         if delta.usage is not None:
-            usage = anthropic_usage(delta.usage, self._asked.canonical)
+            usage = anthropic_usage(delta.usage, self._asked.canonical, self._known)
         start = self._message([]) | {"stop_reason": None, "stop_sequence": None, "usage": usage}
         return {"type": "message_start", "message": start}
 
@@ -131,4 +134,5 @@ class _Reply:
 
     def _costs(self) -> dict[str, Any]:
         usages = self._asked.generation.usages
-        return {"usage": anthropic_usage(usages[0], self._asked.canonical), **transfer_body(usages, 1)}
+        usage = anthropic_usage(usages[0], self._asked.canonical, self._known)
+        return {"usage": usage, **transfer_body(usages, 1)}

@@ -74,6 +74,20 @@ class Metrics:
             registry=registry,
         )
         self.canonical = CanonicalCounter(registry)
+        self.transcript_turns = Counter(
+            "workmem_transcript_turns",
+            "Newest assistant's turns of prompts: `used` with generated tokens, `same` without need, or why not.",
+            ["outcome"],
+            registry=registry,
+        )
+        self.transcript_tokens = Counter(
+            "workmem_transcript_tokens",
+            "Generated tokens that newest turns got back, where encoding their text would give others.",
+            registry=registry,
+        )
+        self.transcript_tokens_held = Gauge(
+            "workmem_transcript_tokens_held", "Generated tokens that are kept for this.", registry=registry
+        )
         self.events = EventCounter(registry)
         registry.register(_Readings(gauges))
 

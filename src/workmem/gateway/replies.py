@@ -5,19 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from workmem.core.generation import TokenLogprob, Usage
+from workmem.core.generation import KnownOutcome, TokenLogprob, Usage
 from workmem.core.outcomes import COMPUTED, TierName
+from workmem.gateway.transcripts import transcript_body
 
 _LOGPROB_MIN = -9999.0
 """JSON knows no infinity; clients read this as one."""
 
 
 def usage_body(
-    usages: Mapping[int, Usage], n: int, canonical: Mapping[str, int] | None = None
+    usages: Mapping[int, Usage],
+    n: int,
+    canonical: Mapping[str, int] | None = None,
+    known: Sequence[KnownOutcome] = (),
 ) -> dict[str, Any]:
     """`usage` of a request: each prompt counts once, however many choices it has.
 
-    `canonical`: how many places each rule changed in the client's body.
+    `canonical`: how many places each rule changed in the client's body. `known`: what became of the turns that were
+    generated here.
     """
     prompts = [usage for index, usage in sorted(usages.items()) if index % n == 0]
     prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
@@ -26,7 +31,7 @@ def usage_body(
     for usage in prompts:
         for run in usage.sources:
             by_source[run.source] = by_source.get(run.source, 0) + run.tokens
-    workmem: dict[str, Any] = {"tokens_by_source": by_source}
+    workmem: dict[str, Any] = {"tokens_by_source": by_source, **transcript_body(known)}
     if any(usage.approximate for usage in prompts):
         workmem["approximate"] = True
     if told := [outcome.told() for usage in usages.values() for outcome in usage.hints]:

@@ -86,9 +86,11 @@ class ResponseReply:
             body["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
             body["completed_at"] = int(time.time())
-        usages = self._asked.generation.usages
+        usages, known = self._asked.generation.usages, self._asked.order.prompts[0].known
         body |= {
-            "usage": _usage(usage_body(usages, 1, self._asked.canonical), self._output.reasoning_tokens),
+            "usage": _usage(
+                usage_body(usages, 1, self._asked.canonical, known), self._output.reasoning_tokens
+            ),
             **transfer_body(usages, 1),
         }
         self._on_end(body)

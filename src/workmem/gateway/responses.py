@@ -85,9 +85,14 @@ async def count_input_tokens(exchange: Exchange) -> Answer:
     translation = as_chat(body, request, _context(exchange, request).items)
     with _in_client_words():
         ready = await render(
-            service, translation.chat, origins=translation.origins, passages=translation.passages
+            service,
+            translation.chat,
+            tenant=exchange.tenant,
+            origins=translation.origins,
+            passages=translation.passages,
         )
-    return json_response({"object": "response.input_tokens", "input_tokens": len(ready.rendered.token_ids)})
+    count = len(ready.read.rendered.token_ids)
+    return json_response({"object": "response.input_tokens", "input_tokens": count})
 
 
 async def get_response(exchange: Exchange) -> Answer:

@@ -15,6 +15,7 @@ from workmem.core.generation import (
     Delta,
     GenerateRequest,
     HandoffReport,
+    KnownTurn,
     ModelInfo,
     RenderedPrompt,
     Span,
@@ -52,6 +53,8 @@ class FakeEngine:
         """Raised instead of the second delta."""
         self.requests: list[GenerateRequest] = []
         self.rendered: list[list[dict[str, Any]]] = []
+        self.known: list[tuple[KnownTurn, ...]] = []
+        """Turns that came with each chat."""
         self.running = 0
         self.cancelled: list[str] = []
         self.is_closed = False
@@ -68,9 +71,11 @@ class FakeEngine:
         tools: Sequence[dict[str, Any]] = (),
         template_kwargs: dict[str, Any] | None = None,
         passages: Mapping[str, Sequence[str]] | None = None,
+        known: Sequence[KnownTurn] = (),
     ) -> RenderedPrompt:
-        """`role: content` lines; the template knows no tools, and no passages."""
+        """`role: content` lines; the template knows no tools and no passages, and bytes need no memory of turns."""
         del template_kwargs, passages
+        self.known.append(tuple(known))
         chat = as_plain_chat(messages, tools)
         self.rendered.append(chat.messages)
         token_ids: list[int] = []
@@ -83,7 +88,8 @@ class FakeEngine:
             start = len(token_ids)
             token_ids += text.encode("utf-8", "replace")
             spans.append(Span(path, start, len(token_ids)))
-        return RenderedPrompt(token_ids=token_ids, spans=tuple(spans), thinking=self.thinking)
+        text = "".join(text for _, text in lines) + "assistant: "
+        return RenderedPrompt(token_ids=token_ids, spans=tuple(spans), thinking=self.thinking, text=text)
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
         """Stream the answer; see `Engine.generate`."""

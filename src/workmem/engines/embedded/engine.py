@@ -22,7 +22,7 @@ from workmem.core.errors import (
     QueueFull,
 )
 from workmem.core.events import BoundReached, EventSink, discard
-from workmem.core.generation import Delta, GenerateRequest, ModelInfo, RenderedPrompt
+from workmem.core.generation import Delta, GenerateRequest, KnownTurn, ModelInfo, RenderedPrompt
 from workmem.core.layout import Namespace
 from workmem.core.units import parse_bytes
 from workmem.engines.embedded import attention, tiles
@@ -156,10 +156,11 @@ class EmbeddedEngine:
         tools: Seq[dict[str, Any]] = (),
         template_kwargs: dict[str, Any] | None = None,
         passages: Mapping[str, Seq[str]] | None = None,
+        known: Seq[KnownTurn] = (),
     ) -> RenderedPrompt:
         """See `Engine.render_chat`."""
         return self._tokenizer.render_chat(
-            messages, tools=tools, template_kwargs=template_kwargs, passages=passages
+            messages, tools=tools, template_kwargs=template_kwargs, passages=passages, known=known
         )
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:

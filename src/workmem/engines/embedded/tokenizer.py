@@ -14,7 +14,8 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from workmem.core.errors import ClientError, ConfigError
-from workmem.core.generation import RenderedPrompt, ThinkingState
+from workmem.core.generation import KnownTurn, RenderedPrompt, ThinkingState
+from workmem.engines.embedded.known_turns import KnownTurns
 from workmem.engines.embedded.prompt_spans import Needle, locate, spans_of_tokens
 from workmem.prompt.default_tools import as_plain_chat, developer_as_system, late_system_as_user
 from workmem.prompt.thinking import CLOSE, OPEN
@@ -44,6 +45,7 @@ class ModelTokenizer:
             reason = " ".join(str(error).split())
             raise ConfigError(f"$.engine.model: {folder} has no usable tokenizer: {reason}") from error
         self.eos_ids = _eos_ids(folder, self.hf)
+        self._known_turns = KnownTurns(self.backend, self.eos_ids)
         self._check_template(folder)
         self._takes_late_system = self._takes(_LATE_SYSTEM) or not self._takes(_LATE_USER)
         self._reserved = frozenset(inspect.signature(self.hf.apply_chat_template).parameters) - {"documents"}
@@ -92,6 +94,7 @@ class ModelTokenizer:
         tools: Sequence[dict[str, Any]] = (),
         template_kwargs: Mapping[str, Any] | None = None,
         passages: Mapping[str, Sequence[str]] | None = None,
+        known: Sequence[KnownTurn] = (),
     ) -> RenderedPrompt:
         """Render `messages` up to the assistant's turn. See `Engine.render_chat`; raises ClientError."""
         kwargs = dict(template_kwargs or {})
@@ -102,26 +105,31 @@ class ModelTokenizer:
         if not self._takes_late_system:
             chat = late_system_as_user(chat)
         if "tools" in template:
-            given, known = list(tools), []
+            given, joined = list(tools), []
             chat = [_parsed_calls(message) for message in chat]
             paths = [f"messages[{index}].content" for index in range(len(chat))]
         else:
             given = []
             plain = as_plain_chat(chat, tools)
-            chat, paths, known = plain.messages, plain.paths, [plain.passages]
+            chat, paths, joined = plain.messages, plain.paths, [plain.passages]
         text = self._apply(template, chat, given, kwargs)
         needles = _needles(chat, paths)
         marked = self._mark(template, chat, given, kwargs, needles)
-        encoding = self.backend.encode(text, add_special_tokens=False)
-        known.append(
+        joined.append(
             {
                 path: [(f"{path}[{n}]", one) for n, one in enumerate(texts)]
                 for path, texts in (passages or {}).items()
             }
         )
-        regions = locate(text, marked, needles, tools, known)
-        spans = spans_of_tokens(regions, encoding.offsets)
-        return RenderedPrompt(token_ids=encoding.ids, spans=spans, thinking=_thinking(template, text))
+        encoded = self._known_turns.encode(text, messages, known)
+        spans = spans_of_tokens(locate(text, marked, needles, tools, joined), encoded.offsets)
+        return RenderedPrompt(
+            token_ids=encoded.token_ids,
+            spans=spans,
+            thinking=_thinking(template, text),
+            text=text,
+            known=encoded.outcomes,
+        )
 
     def _template(self, tools: Sequence[dict[str, Any]]) -> str:
         if self.hf.chat_template is None:

@@ -32,13 +32,18 @@ class RuleChoice:
 
         Raises ClientError where it says anything else.
         """
-        rules, is_on = self._tenants.get(tenant, (self._rules, self._is_on))
+        rules, _ = self._tenants.get(tenant, (self._rules, self._is_on))
+        return rules if self.is_on(tenant, body) else _NONE
+
+    def is_on(self, tenant: str, body: Mapping[str, Any]) -> bool:
+        """Whether a request's tokens may be others than those of its own words. Raises as `of` does."""
+        _, is_on = self._tenants.get(tenant, (self._rules, self._is_on))
         extension = body.get("workmem")
         said = extension.get("canonical") if isinstance(extension, dict) else None
         if said is None:
-            return rules if is_on else _NONE
+            return is_on
         if said not in ("lossless", "off"):
             raise ClientError(
                 f"workmem.canonical is 'lossless' or 'off', got {said!r}.", param="workmem.canonical"
             )
-        return rules if said == "lossless" else _NONE
+        return said == "lossless"

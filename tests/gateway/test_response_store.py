@@ -89,6 +89,18 @@ def test_what_is_larger_than_all_room_is_not_kept_and_drives_nobody_out():
     assert [event.detail for event in told] == ["b"]
 
 
+def test_a_tenant_that_stores_more_drives_nobody_else_out():
+    by_count, by_bytes = make(responses_max=4), make(bytes_max=2000)
+    for store in (by_count, by_bytes):
+        put(store, "quiet", tenant="q")
+        for number in range(20):
+            put(store, f"loud{number}", tenant="l", text="x" * 100)
+        assert store.find("q", "quiet") is not None
+        assert store.find("l", "loud19") is not None
+        assert store.find("l", "loud0") is None
+    assert held(by_count)[0] == 4
+
+
 def test_a_store_of_nothing_keeps_nothing():
     store = make(responses_max=0)
     put(store, "a")

@@ -1,12 +1,12 @@
 """Answers of the Responses API that may be asked for again, and continued: in memory, bounded, of one tenant each.
 
 A response holds its own input and output and its predecessor, so a conversation is held once, however long it gets.
-The least recently used leaves first. One that left, or was deleted, has no address any more; what continues it has it still.
+The least recently used leaves first, of the tenant that holds the most: nobody is driven out by a neighbour who stores more. One that left, or was deleted, has no address any more; what continues it has it still.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import Any
 
 import msgspec
@@ -15,6 +15,10 @@ from workmem.core.events import BoundReached, EventSink
 from workmem.prompt.responses_chat import PlacedItem
 
 BOUND_COUNT, BOUND_BYTES = "gateway.responses.count", "gateway.responses.bytes"
+
+
+class _Output(msgspec.Struct):
+    output: list[Any]
 
 
 class StoredResponse:
@@ -51,7 +55,8 @@ class StoredResponse:
 
     def own_items(self) -> list[PlacedItem]:
         """Its input and its output, in order, with paths."""
-        output = msgspec.json.decode(self.body)["output"]
+        # A body repeats its tools: they are passed over, not decoded, for every response of a long conversation.
+        output = msgspec.json.decode(self.body, type=_Output).output
         made = [PlacedItem(f"{self.id}/output[{index}]", item) for index, item in enumerate(output)]
         return self.own_input() + made
 
@@ -84,11 +89,16 @@ class ResponseStore:
         self._responses: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
         self._items: dict[tuple[str, str], StoredResponse] = {}
         """By tenant and id of an item, the latest response that has it."""
-        self._bytes = 0
+        self._bytes: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
+        """Both by tenant."""
 
     def gauges(self) -> dict[str, float]:
         """What is held, and whether by an address or by what continues it is no matter."""
-        return {"responses_stored": float(len(self._responses)), "responses_stored_bytes": float(self._bytes)}
+        return {
+            "responses_stored": float(len(self._responses)),
+            "responses_stored_bytes": float(self._bytes.total()),
+        }
 
     def put(
         self,
@@ -114,6 +124,7 @@ class ResponseStore:
             return
         self._hold(made)
         self._responses[tenant, response_id] = made
+        self._counts[tenant] += 1
         for item_id in _ids([*input_items, *body["output"]]):
             self._items[tenant, item_id] = made
         self._make_room()
@@ -138,6 +149,8 @@ class ResponseStore:
         gone = self._responses.pop((tenant, response_id), None)
         if gone is None:
             return False
+        self._counts[tenant] -= 1
+        self._counts += Counter()  # Forgets who holds nothing.
         for item_id in _ids([placed.item for placed in gone.own_items()]):
             if self._items.get((tenant, item_id)) is gone:
                 del self._items[tenant, item_id]
@@ -145,14 +158,17 @@ class ResponseStore:
         return True
 
     def _make_room(self) -> None:
-        while self._responses and (
-            len(self._responses) > self._responses_max or self._bytes > self._bytes_max
-        ):
-            is_full = self._bytes > self._bytes_max
-            name, limit = (BOUND_BYTES, self._bytes_max) if is_full else (BOUND_COUNT, self._responses_max)
-            tenant, oldest = next(iter(self._responses))
-            self._events(BoundReached(name=name, limit=limit, detail=oldest))
-            self.delete(tenant, oldest)
+        while len(self._responses) > self._responses_max:
+            self._drop_oldest(self._counts, BOUND_COUNT, self._responses_max)
+        while self._bytes.total() > self._bytes_max:
+            self._drop_oldest(self._bytes, BOUND_BYTES, self._bytes_max)
+
+    def _drop_oldest(self, held: Counter[str], name: str, limit: int) -> None:
+        """The oldest response of the tenant that has the most of what is `held`."""
+        [(largest, _)] = held.most_common(1)
+        oldest = next(response_id for tenant, response_id in self._responses if tenant == largest)
+        self._events(BoundReached(name=name, limit=limit, detail=oldest))
+        self.delete(largest, oldest)
 
     def _hold(self, node: StoredResponse) -> None:
         """Count one holder more; what was not held yet holds its predecessor."""
@@ -161,7 +177,7 @@ class ResponseStore:
             held.holders += 1
             if held.holders > 1:
                 return
-            self._bytes += held.size
+            self._bytes[held.tenant] += held.size
             held = held.parent
 
     def _let_go(self, node: StoredResponse) -> None:
@@ -170,7 +186,8 @@ class ResponseStore:
             left.holders -= 1
             if left.holders > 0:
                 return
-            self._bytes -= left.size
+            self._bytes[left.tenant] -= left.size
+            self._bytes += Counter()  # Forgets who holds nothing.
             left = left.parent
 
 

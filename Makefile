@@ -85,6 +85,11 @@ bench-disaggregation: $(VLLM_VENV)/.stamp-vllm model ## Long prompts beside stre
 	@$(BIN)/python bench/disaggregation.py --quick --model "$$($(BIN)/workmem model prepare $(MODEL))" \
 	  --vllm-python $(VLLM_VENV)/bin/python $(ARGS)
 
+.PHONY: bench-prompt
+bench-prompt: $(VLLM_VENV)/.stamp-vllm model ## What prompts lose, what canonical ones bring back, what that costs (quick form)
+	@$(BIN)/python bench/prompt.py --quick --model "$$($(BIN)/workmem model prepare $(MODEL))" \
+	  --vllm-python $(VLLM_VENV)/bin/python $(ARGS)
+
 .PHONY: test
 test: check model ## All checks and all tests
 	$(STEP) 'tests'

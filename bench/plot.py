@@ -255,6 +255,32 @@ def plot_disaggregation(result: dict[str, Any]) -> plt.Figure:
     return figure
 
 
+def plot_prompt(result: dict[str, Any]) -> plt.Figure:
+    """Hit of the second request of each trap as it came and canonical, and what the gateway adds, as distributions."""
+    figure, panels = plt.subplots(
+        1, 2, figsize=(12, 5), layout="constrained", gridspec_kw={"width_ratios": [3, 2]}
+    )
+    rows = [row for row in result["traps"]["rows"] if row["hits"]]
+    places = range(len(rows))
+    for offset, name, colour in ((0.2, "raw", _COLOURS[5]), (-0.2, "canonical", _COLOURS[0])):
+        shares = [row["hits"][name]["share"] for row in rows]
+        panels[0].barh([at + offset for at in places], shares, 0.38, label=name, color=colour)
+    panels[0].set_yticks(places, [row["trap"] for row in rows], fontsize="small")
+    panels[0].invert_yaxis()
+    panels[0].set_xlabel("share of the second request that an engine finds")
+    panels[0].legend(fontsize="small", frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
+    pairs = next((entry["pairs"] for entry in result["raw"] if entry["unit"] == "latency"), [])
+    arms = list(pairs[0]["ms"])[1:] if pairs else []
+    for arm, colour in zip(arms, _COLOURS[::2], strict=False):
+        added = sorted(pair["ms"][arm] - pair["ms"]["direct"] for pair in pairs)
+        panels[1].step(added, [(at + 1) / len(added) for at in range(len(added))], color=colour, label=arm)
+    panels[1].set_xlabel("added by the gateway, ms, 75 kB")
+    panels[1].set_ylabel("share below")
+    panels[1].legend(fontsize="small", frameon=False)
+    figure.suptitle(f"{result['machine']['cpu']}, {result['machine']['cores']} cores")
+    return figure
+
+
 def _rate_line(panel: Any, rows: list[dict[str, Any]], name: str, colour: str) -> None:
     """One store; beside ours, the copies that alternated with it."""
     sizes = [row["size"] for row in rows]
@@ -285,6 +311,7 @@ _PLOTS: dict[str, Callable[[dict[str, Any]], plt.Figure]] = {
     "agents": plot_agents,
     "remote": plot_remote,
     "disaggregation": plot_disaggregation,
+    "prompt": plot_prompt,
 }
 
 

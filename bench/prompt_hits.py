@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from prompt_traps import Trap
-from workmem.prompt.canonical.canonicalise import canonicalise
-from workmem.prompt.canonical.rules import DEFAULT_RULES, RULES
 
 from workmem.core.errors import ClientError
 from workmem.engines.embedded.tokenizer import ModelTokenizer
+from workmem.prompt.canonical.canonicalise import canonicalise
+from workmem.prompt.canonical.rules import DEFAULT_RULES, RULES
 from workmem.prompt.decode import convert
 from workmem.prompt.dialects.known import dialect_of_path
 from workmem.prompt.dialects.places import Dialect

@@ -12,8 +12,8 @@ from typing import Any
 
 from prompt_hits import Prompts, Request, hit_of_second
 from prompt_traps import body_of, continued, keys_shuffled
-from workmem.prompt.canonical.rules import DEFAULT_RULES
 
+from workmem.prompt.canonical.rules import DEFAULT_RULES
 from workmem.prompt.dialects.places import Dialect
 
 SHUFFLES = 20

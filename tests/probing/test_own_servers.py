@@ -6,7 +6,8 @@ import pytest
 
 from workmem.cli.main import main
 from workmem.gateway.app import build_app
-from workmem.gateway.config import ServerConfig
+from workmem.gateway.config import ServerConfig, UpstreamConfig
+from workmem.gateway.upstream import build_upstream_app
 from workmem.testing.fake_engine import FakeEngine
 from workmem.testing.server import running
 
@@ -30,6 +31,17 @@ def test_a_workmem_is_known_and_tells_where_its_tools_are(server, capsys):
     assert "in blocks of 16 tokens" in said["block"]["seen"]
     assert said["explained"]["verdict"] == "ok"
     assert "by their keys" in said["salt"]["advice"]
+
+
+def test_a_workmem_in_front_of_another_server_is_known_and_passes_its_counts(standing_in, capsys):
+    with standing_in(block=32) as one:
+        app = build_upstream_app(UpstreamConfig(urls=(one.url,)), ServerConfig())
+        with running(app) as url:
+            code, said = said_of(url, capsys)
+    assert code == 0
+    assert said["server"]["seen"].startswith("workmem, in front of others; model m")
+    assert "in blocks of 32 tokens" in said["block"]["seen"]
+    assert said["rounds"]["verdict"] == "ok"
 
 
 def test_nothing_is_asked_without_consent(standing_in, capsys):
@@ -63,13 +75,18 @@ def test_the_table_says_what_to_do_and_the_exit_code_that_something_is_wrong(sta
 
 @pytest.mark.model
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_real_model_caches_says_so_and_finds_its_own_answers(smollm2, capsys, tmp_path):
     from workmem.testing.process import Place, serving
 
-    with serving(
-        Place(smollm2, tmp_path / "store"), more={"engine.vram_bytes": "256MiB", "store.dram.bytes": "256MiB"}
-    ) as served:
-        code, said = said_of(served.url, capsys)
+    more = {
+        "engine.vram_bytes": "256MiB",
+        "store.dram.bytes": "256MiB",
+        "engine.deterministic": "false",
+        "engine.threads": 2,
+    }
+    with serving(Place(smollm2, tmp_path / "store"), more=more) as served:
+        code, said = said_of(served.url, capsys, "--tokens", "300")
     assert code == 0, said
     for check in ("cached tokens", "prefix cache", "block", "minimum", "rounds", "explained"):
         assert said[check]["verdict"] == "ok", said[check]

@@ -23,6 +23,11 @@ app.command(
     help="Show where a request's prompt came from, span by span.",
 )
 app.command(
+    "workmem.cli.lint:lint",
+    name="lint",
+    help="Replay recorded requests: which lose the prefix of earlier ones, why, and what repairs it.",
+)
+app.command(
     "workmem.cli.doctor:doctor",
     name="doctor",
     help="Probe a running server: does it reuse prompts, does it say so, and what keeps it from it.",

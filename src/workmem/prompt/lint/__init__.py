@@ -1,0 +1,1 @@
+"""Recorded requests, read from the forms in which people have them."""

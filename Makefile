@@ -140,6 +140,7 @@ format: $(VENV)/.stamp-test ## Mend what the formatter and the linter can mend
 .PHONY: docs
 docs: $(VENV)/.stamp-test ## Write the generated pages of docs/reference anew
 	@$(BIN)/workmem config reference > docs/reference/config.md
+	@$(BIN)/workmem rules --markdown > docs/reference/canonical-rules.md
 
 .PHONY: model
 model: $(VENV)/.stamp-run ## Prepare the model (once, some 20 s)

@@ -33,6 +33,11 @@ app.command(
     help="Probe a running server: does it reuse prompts, does it say so, and what keeps it from it.",
 )
 app.command(
+    "workmem.cli.rules:rules",
+    name="rules",
+    help="List the rules by which prompts that mean the same get one form.",
+)
+app.command(
     "workmem.cli.demo:demo", name="demo", help="Agents at work with reuse off, on, and after a restart."
 )
 app.command(

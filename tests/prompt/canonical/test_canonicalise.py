@@ -5,7 +5,7 @@ import random
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.prompt.canonical.bodies import asked, shuffled
 
@@ -23,6 +23,7 @@ def canonical(body, dialect, chosen=DEFAULT_RULES):
     return canonicalise(copy.deepcopy(body), dialect, chosen)
 
 
+@settings(deadline=None)
 @given(asked)
 def test_a_second_time_changes_nothing(one):
     dialect, body = one
@@ -33,12 +34,14 @@ def test_a_second_time_changes_nothing(one):
         assert again.applied == ()
 
 
+@settings(deadline=None)
 @given(asked)
 def test_no_rule_no_change(one):
     dialect, body = one
     assert encode(canonical(body, dialect, frozenset()).body) == encode(body)
 
 
+@settings(deadline=None)
 @given(asked)
 def test_what_changed_is_reported_and_nothing_else(one):
     dialect, body = one
@@ -48,6 +51,7 @@ def test_what_changed_is_reported_and_nothing_else(one):
     assert (encode(body) != encode(found.body)) == bool(found.applied)
 
 
+@settings(deadline=None)
 @given(asked, st.integers(0, 99))
 def test_the_order_of_keys_does_not_matter(one, seed):
     dialect, body = one
@@ -55,6 +59,7 @@ def test_the_order_of_keys_does_not_matter(one, seed):
     assert encode(again.get("tools")) == encode(once.get("tools"))
 
 
+@settings(deadline=None)
 @given(asked)
 def test_paths_are_those_of_the_client(one):
     dialect, body = one

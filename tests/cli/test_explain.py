@@ -108,3 +108,30 @@ def test_another_kind_of_server_is_told_apart(capsys):
     with running(Starlette(routes=[Route("/debug/requests", lambda _: PlainTextResponse("hello"))])) as url:
         assert main(["explain", "--last", "--url", url]) == 1
     assert "not as workmem does" in capsys.readouterr().err
+
+
+def test_the_cause_stands_before_the_spans(server, capsys):
+    clock = "It is {}. A long story about a fox and a goose that everybody knows by heart."
+    for time in ("10:15:03", "10:16:04"):
+        request_id = ask(server, clock.format(time))
+    assert main(["explain", request_id, "--url", server]) == 0
+    out = capsys.readouterr().out
+    assert 'volatile_time at messages[0].content: a time changed from "10:15:03" to "10:16:04"' in out
+    assert out.index("fix: Put it behind everything") < out.index("computed  ")
+    assert main(["explain", request_id, "--json", "--url", server]) == 0
+    assert json.loads(capsys.readouterr().out)["causes"][0]["name"] == "volatile_time"
+    assert main(["explain", "--worst", "3", "--url", server]) == 0
+    assert "volatile_time" in capsys.readouterr().out
+
+
+def test_nothing_lost_is_said(capsys):
+    with running(build_app(FakeEngine(), ServerConfig())) as url:
+        ask(url, "Hello.")
+        assert main(["explain", "--worst", "3", "--url", url]) == 0
+    assert "no recent request lost tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [[], ["x", "--last"], ["--last", "--worst", "3"], ["--worst", "0"]])
+def test_one_thing_is_asked_for(capsys, words):
+    assert main(["explain", *words]) == 2
+    assert "workmem: " in capsys.readouterr().err

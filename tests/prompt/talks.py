@@ -135,4 +135,4 @@ def _messages(talk):
     tools = [
         {"name": t["name"], "description": t["description"], "input_schema": t["schema"]} for t in talk.tools
     ]
-    return {"model": "m", "max_tokens": 64, "system": talk.system, "messages": messages, "tools": tools}
+    return {"model": "m", "max_tokens": 256, "system": talk.system, "messages": messages, "tools": tools}

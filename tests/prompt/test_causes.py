@@ -2,6 +2,8 @@
 
 import copy
 import json
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -461,6 +463,14 @@ def test_every_cause_says_what_to_do():
     for name, kind in KINDS.items():
         assert kind.why.endswith("."), name
         assert kind.fix.endswith("."), name
+
+
+def test_the_guide_has_every_cause_with_what_to_do():
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "explain.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\*\*`(\w+)`\*\*", guide, re.MULTILINE)) == set(KINDS)
+    for kind in KINDS.values():
+        assert kind.why in guide
+        assert kind.fix in guide
 
 
 WORDS = st.text("abc xyz\n{}é", max_size=30)

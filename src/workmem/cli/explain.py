@@ -16,11 +16,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from workmem.cli.causes import show_causes, show_worst
 from workmem.core.errors import ClientError, ConfigError, TransferError
 from workmem.core.outcomes import COMPUTED
 from workmem.gateway.key_file import key_to_send
 
 TIMEOUT_S = 10.0
+_WORST_MAX = 1000
 _COLOURS = {"vram": "green", "dram": "green", "ssd": "cyan", "remote": "cyan", COMPUTED: "yellow"}
 
 
@@ -29,10 +31,12 @@ def explain(
     /,
     *,
     last: Annotated[bool, Parameter(negative=())] = False,
+    worst: int | None = None,
+    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
     url: str = "http://127.0.0.1:8000",
     key_file: Path | None = None,
 ) -> None:
-    """Show each span of a request's prompt: where its tokens were found, or why they were computed.
+    """Show what broke a request's prefix, what that cost, and where each span of its prompt was found.
 
     Parameters
     ----------
@@ -40,30 +44,60 @@ def explain(
         The id in the answer's body (`chatcmpl-...`), or the one in its `x-request-id` header.
     last
         Explain the latest request instead of a named one.
+    worst
+        Show so many of the recent requests that lost most tokens to a cause with a name, and sum up the causes.
+    as_json
+        Print what the server answers, as JSON.
     url
         The server to ask.
     key_file
         File whose first line is the API key, where the server asks for one.
     """
-    if bool(request_id) == last:
-        raise ConfigError("name a request by its id, or ask for --last")
+    if bool(request_id) + last + (worst is not None) != 1:
+        raise ConfigError("name a request by its id, or ask for --last, or for --worst N")
+    if worst is not None and not 1 <= worst <= _WORST_MAX:
+        raise ConfigError(f"--worst: must be from 1 to {_WORST_MAX}, got {worst}")
     server = _Server(url.rstrip("/").removesuffix("/v1"), key_file)
     try:
-        _explain(server, request_id, last=last)
+        if worst is not None:
+            _worst(server, worst, as_json=as_json)
+        else:
+            _explain(server, request_id, last=last, as_json=as_json)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise TransferError(f"{url} answers, but not as workmem does; check --url") from error
 
 
-def _explain(server: _Server, request_id: str, *, last: bool) -> None:
+def _explain(server: _Server, request_id: str, *, last: bool, as_json: bool) -> None:
     if last:
         latest = server.get("/debug/requests?n=1")["data"]
         if not latest:
             raise ClientError("the server has served no request yet")
         request_id = latest[0]["id"]
     found = server.get(f"/debug/requests/{urllib.parse.quote(request_id, safe='')}")
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    if as_json:
+        _print_json(found)
+        return
+    console = _console()
     for explanation in found.get("data", [found]):
         _show(console, explanation)
+
+
+def _worst(server: _Server, n: int, *, as_json: bool) -> None:
+    found = server.get(f"/debug/requests?worst={n}")
+    if as_json:
+        _print_json(found)
+    elif not found["data"]:
+        sys.stdout.write("no recent request lost tokens to a cause with a name\n")
+    else:
+        show_worst(_console(), found)
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+
+
+def _print_json(value: Any) -> None:
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value)).decode() + "\n")
 
 
 class _Server:
@@ -118,6 +152,7 @@ def _show(console: Console, explanation: dict[str, Any]) -> None:
     if handoff := explanation.get("handoff"):
         state += f", {handoff['tokens']} of them loaded after {handoff['waited_s']:.2f} s of waiting for another server"
     console.print(f"[bold]{escape(explanation['request_id'])}[/]: {prompt} prompt tokens, {state}")
+    show_causes(console, explanation)
     table = Table("span", "tokens", "from", "count", "why", box=None, pad_edge=False)
     for column in (1, 3):
         table.columns[column].justify = "right"

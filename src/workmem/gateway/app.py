@@ -23,12 +23,14 @@ from workmem.gateway.config import ServerConfig
 from workmem.gateway.debug import drop_vram, purge_store
 from workmem.gateway.exchange import Answer, Boundary, Endpoint, Exchange, state_of
 from workmem.gateway.explain import RequestLog, explain_request, list_requests
+from workmem.gateway.explainer import Explainer
 from workmem.gateway.failures import Refusal, error_response, json_response
 from workmem.gateway.generation import Service
 from workmem.gateway.keys import ApiKeys
 from workmem.gateway.messages import count_tokens, messages
 from workmem.gateway.metrics import Metrics
 from workmem.gateway.models import get_model, list_models
+from workmem.gateway.recent_requests import recent_requests
 from workmem.gateway.response_store import ResponseStore
 from workmem.gateway.responses import (
     count_input_tokens,
@@ -103,10 +105,15 @@ def build_app(
     app.state.request_log = request_log
     app.state.responses = responses
     app.state.callers = callers
+    explainer = Explainer(
+        recent_requests(config), history, metrics.miss_tokens, gives_header=config.explain_header
+    )
+    app.state.explainer = explainer
     app.state.service = Service(
         engine=engine,
         history=history,
         request_log=request_log,
+        explainer=explainer,
         metrics=metrics,
         callers=callers,
         transcripts=TurnMemory(metrics, turns_max=TURNS_MAX, tokens_max=TURN_TOKENS_MAX),

@@ -13,12 +13,15 @@ import msgspec
 
 from workmem.core.errors import ClientError
 from workmem.gateway.exchange import Exchange, header_map, state_of
+from workmem.gateway.explain import explain_in_header
 from workmem.gateway.generation import Generation, Order, Service, start
 from workmem.gateway.models import require_model
+from workmem.gateway.recent_requests import Kept
 from workmem.gateway.transcripts import Read, keeping
 from workmem.gateway.turn import Turn
 from workmem.prompt.canonical.canonicalise import canonicalise
 from workmem.prompt.canonical.rule import Canonical
+from workmem.prompt.causes.answers import Made, MadeCall
 from workmem.prompt.decode import convert, decode_json
 from workmem.prompt.dialects.places import Dialect
 from workmem.prompt.forced_calls import allowed_names, forced_schema, offered_names
@@ -141,9 +144,11 @@ async def ask(
     origins: dict[str, str] | None = None,
     passages: dict[str, list[str]] | None = None,
     is_cut_to_fit: bool = False,
+    meant: dict[str, Any] | None = None,
 ) -> Asked:
     """Start what `chat`, the body of a chat completion, asks for; `wire` is what the client sent.
 
+    `meant` is the client's body with what the server keeps for it, where that is more than was sent.
     An answer that could be longer than the context is refused, or with `is_cut_to_fit` ended where that ends.
     Raises as `render` does, and what the engine refuses the request with.
     """
@@ -193,7 +198,24 @@ async def ask(
         hints=hints,
         keep=keeping(service.transcripts, read, fresh_turn),
     )
+    kept = service.explainer.recent.add(
+        exchange.body if meant is None else msgspec.json.encode(meant),
+        wire.body if meant is None else meant,
+        wire.dialect,
+        space=exchange.tenant,
+        session=order.caller.session,
+        rules=service.rules.of(exchange.tenant, wire.body),
+    )
+    explain_in_header(exchange, service.explainer, kept)
     turns = [fresh_turn() for _ in range(order.n)]
+    if kept is not None and order.n == 1:
+        # The next request should bring the answer back as it was.
+        exchange.held.callback(_note_answer, kept, turns[0])
     with _in_client_words(prompt.origins):
-        generation = await start(service, order, exchange)
+        generation = await start(service, order, exchange, kept)
     return Asked(service, request, order, generation, turns, wire.canonical.counts)
+
+
+def _note_answer(kept: Kept, turn: Turn) -> None:
+    calls = tuple(MadeCall(call.name, call.arguments, call.id) for call in turn.calls)
+    kept.made = Made(turn.text, turn.thinking, calls)

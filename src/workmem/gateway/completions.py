@@ -12,6 +12,7 @@ from typing import Any
 from workmem.core.errors import ClientError
 from workmem.core.generation import Delta, Engine, RenderedPrompt, Span, TokenLogprob
 from workmem.gateway.exchange import Answer, Exchange, header_map, state_of
+from workmem.gateway.explain import explain_in_header
 from workmem.gateway.failures import json_response
 from workmem.gateway.generation import Generation, Order, Service, start
 from workmem.gateway.models import require_model
@@ -59,7 +60,13 @@ async def completions(exchange: Exchange) -> Answer:
         handoff=request.handoff,
         hints=hints,
     )
-    reply = _Reply(service, request, order, await start(service, order, exchange))
+    kept = None
+    if len(prompts) == 1:
+        kept = service.explainer.recent.add(
+            exchange.body, raw, None, space=exchange.tenant, session=order.caller.session
+        )
+        explain_in_header(exchange, service.explainer, kept)
+    reply = _Reply(service, request, order, await start(service, order, exchange, kept))
     if request.stream:
         return EventStream(reply.events(), service.request_timeout_s)
     return json_response(await reply.whole())

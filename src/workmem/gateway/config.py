@@ -46,6 +46,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Answers of `/v1/responses` kept for `previous_response_id`; the least recently used leaves first, 0 keeps none."""
     responses_bytes_max: str | int = "64MiB"
     """What those may take, with the input each had."""
+    explain_bytes_max: str | int = "64MiB"
+    """Memory for their bodies, compressed, from which the cause of a miss is told; 0 keeps none and tells none."""
+    explain_header: bool = False
+    """Whether a caller who may look at `/debug` gets the cause in the header `x-workmem-explain` when it asks by one."""
 
 
 class UpstreamConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -51,6 +51,10 @@ class Exchange:
         self.body = body
         self.client_path: Callable[[str], str] = str
         """From a path in what was made of the body to the client's own, for errors that name a field."""
+        self.headers: dict[str, str] = {}
+        """Put on the answer, beside those that it has."""
+        self.on_answer: Callable[[], Awaitable[None]] | None = None
+        """Awaited before the first byte of the answer is sent; it may still set `headers`."""
         self.held = AsyncExitStack()
         """What must be closed when the exchange ends, however it ends."""
 
@@ -90,6 +94,7 @@ class Boundary:
         except ClientGone:
             return
         exchange = Exchange(request, request_id=request_id, tenant=tenant, body=body)
+        timed.headers = exchange.headers
         work = asyncio.create_task(self._serve(exchange, scope, receive, timed))
         gone = asyncio.create_task(_disconnect(receive))
         is_cut_off = False
@@ -120,6 +125,8 @@ class Boundary:
             try:
                 async with asyncio.timeout(self._config.request_timeout_s):
                     answer = await self._endpoint(exchange)
+                    if exchange.on_answer is not None:
+                        await exchange.on_answer()
             except Exception as error:
                 # The engine is let go first: a slow reader of the answer must not keep it busy.
                 await exchange.held.aclose()
@@ -212,6 +219,7 @@ class _TimedSend:
         self._has_started = False
         self._is_stream = False
         self.is_complete = False
+        self.headers: dict[str, str] = {}
 
     async def cut_off(self, error: Refusal) -> None:
         """End an answer that will not be finished, so that it does not look whole."""
@@ -234,6 +242,7 @@ class _TimedSend:
             headers["x-request-id"] = self._request_id
             if is_anthropic(self._scope["path"]):
                 headers.setdefault("request-id", self._request_id)
+            headers.update(self.headers)
             self._has_started = True
             self._is_stream = headers.get("content-type", "").startswith("text/event-stream")
         try:

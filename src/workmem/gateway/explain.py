@@ -11,9 +11,14 @@ from starlette.requests import Request
 
 from workmem.core.generation import Caller
 from workmem.gateway.exchange import Answer, Exchange, state_of
+from workmem.gateway.explainer import Explainer
 from workmem.gateway.failures import Refusal, json_response
 from workmem.gateway.keys import ApiKeys
+from workmem.gateway.recent_requests import Kept
 from workmem.index.history import PromptHistory
+
+EXPLAIN_HEADER = "x-workmem-explain"
+"""Of a request: "1" asks for it. Of an answer: JSON."""
 
 
 class RequestRecord(msgspec.Struct, frozen=True):
@@ -58,14 +63,30 @@ class RequestLog:
 
 
 async def list_requests(exchange: Exchange) -> Answer:
-    """`GET /debug/requests?n=20`."""
+    """`GET /debug/requests?n=20`, the latest; or `?worst=20`, those that lost most tokens to a cause with a name."""
     only_operators(exchange.request)
-    given = exchange.request.query_params.get("n", "20")
-    if not given.isdecimal() or len(given) > 6:
-        raise Refusal(400, f"n must be a count, not {given[:20]!r}.", code="invalid_value")
+    params = exchange.request.query_params
     log: RequestLog = state_of(exchange.request, "request_log")
     visible = [record for record in log.latest(10**6) if may_see(exchange, record)]
-    return json_response({"object": "list", "data": visible[: int(given)]})
+    if "worst" in params:
+        explainer: Explainer = state_of(exchange.request, "explainer")
+        found = (kept_of(explainer, record) for record in visible)
+        held = [kept for kept in found if kept is not None]
+        return json_response(await explainer.worst(held, _count("worst", params["worst"])))
+    return json_response({"object": "list", "data": visible[: _count("n", params.get("n", "20"))]})
+
+
+def _count(name: str, given: str) -> int:
+    if not given.isdecimal() or len(given) > 6:
+        raise Refusal(400, f"{name} must be a count, not {given[:20]!r}.", code="invalid_value")
+    return int(given)
+
+
+def kept_of(explainer: Explainer, record: RequestRecord) -> Kept | None:
+    """What is remembered of the body of `record`; None where it has several prompts, or was forgotten."""
+    kept = explainer.recent.named(record.prompts[0] if record.prompts else record.id)
+    # An id may be used again, by another tenant too.
+    return kept if kept is not None and kept.space == record.caller.tenant else None
 
 
 async def explain_request(exchange: Exchange) -> Answer:
@@ -81,7 +102,12 @@ async def explain_request(exchange: Exchange) -> Answer:
     found = [explanation for prompt in wanted if (explanation := history.explain(prompt)) is not None]
     if not found:
         raise unknown_request(any_id)
-    body: Any = found[0] if len(found) == 1 else {"object": "list", "data": found}
+    explainer: Explainer = state_of(exchange.request, "explainer")
+    told = [
+        msgspec.to_builtins(one) | await explainer.told(kept_of(explainer, record) if number == 0 else None)
+        for number, one in enumerate(found)
+    ]
+    body: Any = told[0] if len(told) == 1 else {"object": "list", "data": told}
     return json_response(body)
 
 
@@ -104,6 +130,24 @@ def only_operators(request: Request) -> None:
         return
     text = "Explanations are shown to this machine only, unless server.api_key_file is set."
     raise Refusal(403, text, code="forbidden")
+
+
+def explain_in_header(exchange: Exchange, explainer: Explainer, kept: Kept | None) -> None:
+    """Have the answer carry the cause in `x-workmem-explain`, where that is allowed, asked for, and may be seen.
+
+    It is the same right as for `/debug`, and not a matter of course: what was reused tells what others asked before.
+    """
+    request = exchange.request
+    keys: ApiKeys = state_of(request, "keys")
+    if kept is None or not explainer.gives_header or request.headers.get(EXPLAIN_HEADER) != "1":
+        return
+    if not keys.is_required and not is_local(request):
+        return
+
+    async def put() -> None:
+        exchange.headers[EXPLAIN_HEADER] = await explainer.in_a_line(kept)
+
+    exchange.on_answer = put
 
 
 def is_local(request: Request) -> bool:

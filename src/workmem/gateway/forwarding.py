@@ -19,12 +19,14 @@ from workmem.gateway.chat_as_message import ChatAsMessage
 from workmem.gateway.config import ServerConfig, UpstreamConfig
 from workmem.gateway.exchange import Answer, Exchange, header_map
 from workmem.gateway.expected import Ended, Expectations
-from workmem.gateway.explain import RequestLog
+from workmem.gateway.explain import RequestLog, explain_in_header
+from workmem.gateway.explainer import Explainer
 from workmem.gateway.failures import Refusal
 from workmem.gateway.key_file import key_to_send
 from workmem.gateway.metrics import Metrics
 from workmem.gateway.pass_through import NOT_FORWARDED, PassThrough
 from workmem.gateway.passed import PassedRequest
+from workmem.gateway.recent_requests import Kept, Outcome, recent_requests
 from workmem.gateway.resuming import SteadyStream
 from workmem.gateway.role_keeping import RoleKeeper
 from workmem.gateway.roles import Roles
@@ -35,10 +37,11 @@ from workmem.gateway.split_bodies import GENERATIONS, exact_tokens, is_repeatabl
 from workmem.gateway.splitting import Split, Splitter
 from workmem.gateway.tries import Tries
 from workmem.gateway.upstream_metrics import UpstreamMetrics
-from workmem.gateway.usage_peek import UsagePeek
+from workmem.gateway.usage_peek import UsagePeek, reused_tokens
 from workmem.prompt.canonical.choice import RuleChoice
 from workmem.prompt.decode import decode_json
 from workmem.prompt.dialects.chat import CHAT
+from workmem.prompt.dialects.known import dialect_of_path
 from workmem.prompt.dialects.messages import MESSAGES
 from workmem.prompt.messages_to_chat import chat_of_messages
 from workmem.prompt.sessions import history_of
@@ -63,6 +66,9 @@ class Upstream:
         self.servers = servers
         self.callers = Callers()
         self.request_log = RequestLog(front.explain_prompts_max)
+        self.explainer = Explainer(
+            recent_requests(front), None, metrics.miss_tokens, gives_header=front.explain_header
+        )
         counted = UpstreamMetrics(metrics)
         self.roles = Roles(servers, counted)
         self._config = config
@@ -160,8 +166,11 @@ class Upstream:
         if is_message and hop.answer.status in _UNKNOWN:
             hop.close()
             return await self._as_chat(exchange, said, hop.server)
+        kept = self._keep(exchange, request, said.fields, caller)
         steady = self._steady(hop, tries, raw)
-        passing = _Passing(exchange, caller, model, session, raw, split, tries, steady, arrived, created)
+        passing = _Passing(
+            exchange, caller, model, session, raw, split, tries, steady, arrived, created, kept
+        )
         chunks: AsyncIterator[bytes] | None = None if steady is None else steady.chunks()
         on_end = partial(self._end, passing)
         return PassThrough(hop, chunks, self._metrics, arrived, self._request_timeout_s, on_end)
@@ -201,6 +210,7 @@ class Upstream:
                 resumed_on=() if passing.steady is None else tuple(passing.steady.resumed_on),
             )
         )
+        self._learn_cost(passing, seen, first)
         # What was asked of several servers, or answered with an error, says nothing of what one takes.
         if split is None or not is_whole or seen.has_failed or hop.answer.status != 200 or len(hops) > 1:
             return
@@ -223,6 +233,38 @@ class Upstream:
         if first is not None and usage is not None and usage.completion_tokens > 1:
             itl_s = (now - first) / (usage.completion_tokens - 1)
         self._keeper.observe(None if first is None else first - passing.arrived, itl_s)
+
+    def _keep(
+        self, exchange: Exchange, request: Outgoing, raw: dict[str, Any], caller: Caller
+    ) -> Kept | None:
+        """Remember a request that has a prompt, so that it can be explained."""
+        path = exchange.request.url.path
+        dialect = dialect_of_path(path)
+        if request.method != "POST" or not raw or (dialect is None and path != "/v1/completions"):
+            return None
+        kept = self.explainer.recent.add(
+            exchange.body,
+            raw,
+            dialect,
+            space=exchange.tenant,
+            session=caller.session,
+            rules=self._rules.of(exchange.tenant, raw) if dialect is not None else frozenset(),
+        )
+        explain_in_header(exchange, self.explainer, kept)
+        return kept
+
+    def _learn_cost(self, passing: _Passing, seen: UsagePeek, first: float | None) -> None:
+        if passing.kept is not None:
+            self.explainer.recent.name(passing.kept, seen.id or passing.exchange.request_id)
+        if seen.usage is None:
+            return
+        outcome = Outcome(
+            prompt_tokens=seen.usage.prompt_tokens,
+            completion_tokens=seen.usage.completion_tokens,
+            cached_tokens=reused_tokens(seen.usage),
+        )
+        first_token_s = None if first is None else first - passing.arrived
+        self.explainer.finished(passing.kept, outcome, first_token_s=first_token_s)
 
     def _outgoing(
         self, exchange: Exchange, headers: Mapping[str, str], caller: Caller, body: bytes
@@ -288,6 +330,7 @@ class _Passing(msgspec.Struct):
     steady: SteadyStream | None
     arrived: float
     created: int
+    kept: Kept | None
 
 
 def _asking_chat(request: Outgoing, chat: bytes) -> Outgoing:

@@ -22,7 +22,9 @@ from workmem.core.generation import (
 from workmem.gateway.callers import Callers
 from workmem.gateway.exchange import Exchange
 from workmem.gateway.explain import RequestLog, RequestRecord
+from workmem.gateway.explainer import Explainer
 from workmem.gateway.metrics import Metrics
+from workmem.gateway.recent_requests import Kept, Outcome
 from workmem.gateway.transcripts import TurnMemory
 from workmem.index.history import PromptHistory
 from workmem.prompt.canonical.choice import RuleChoice
@@ -39,6 +41,7 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
     engine: Engine
     history: PromptHistory
     request_log: RequestLog
+    explainer: Explainer
     metrics: Metrics
     callers: Callers
     transcripts: TurnMemory
@@ -91,9 +94,10 @@ class _Ended(msgspec.Struct, frozen=True):
 class Generation:
     """Runs an `Order`. `open` it, take what `deltas` yields, and `close` it in any case; see `start`."""
 
-    def __init__(self, service: Service, order: Order) -> None:
+    def __init__(self, service: Service, order: Order, kept: Kept | None = None) -> None:
         self._service = service
         self._order = order
+        self._kept = kept
         self._requests = order.requests()
         self._queue: asyncio.Queue[tuple[int, Delta | _Ended]] = asyncio.Queue(_DELTAS_WAITING_MAX)
         self._pumps: list[asyncio.Task[None]] = []
@@ -163,7 +167,7 @@ class Generation:
                 texts.append(delta.text)
                 token_ids += delta.token_ids
                 if delta.finish_reason is not None:
-                    ended = self._finish(index, request, delta)
+                    ended = self._finish(index, request, delta, watch.first_token_s)
                     if ended.error is None and self._order.keep is not None:
                         # Before the client knows that the turn is whole, and can send it back.
                         self._order.keep("".join(texts), token_ids, delta.finish_reason)
@@ -179,7 +183,9 @@ class Generation:
                 await close()
         await self._queue.put((index, ended))
 
-    def _finish(self, index: int, request: GenerateRequest, delta: Delta) -> _Ended:
+    def _finish(
+        self, index: int, request: GenerateRequest, delta: Delta, first_token_s: float | None
+    ) -> _Ended:
         if delta.finish_reason == "cancelled":
             return _Ended(EngineError(f"The server cancelled request {request.id}; it can be sent again."))
         if delta.usage is None:
@@ -193,6 +199,13 @@ class Generation:
             self._service.history.finish(
                 request.id, usage.sources, approximate=usage.approximate, handoff=usage.handoff
             )
+            outcome = Outcome(
+                prompt_tokens=usage.prompt_tokens,
+                completion_tokens=usage.completion_tokens,
+                cached_tokens=usage.cached_tokens,
+            )
+            kept = self._kept if index == 0 else None
+            self._service.explainer.finished(kept, outcome, first_token_s=first_token_s)
         return _Ended()
 
     def _remember(self) -> None:
@@ -201,17 +214,20 @@ class Generation:
         ids = [self._requests[index * order.n].id for index in range(len(order.prompts))]
         for prompt_id, prompt in zip(ids, order.prompts, strict=True):
             service.history.add(prompt_id, space, prompt.token_ids, prompt.spans, float(order.created))
+        if self._kept is not None:
+            service.explainer.recent.name(self._kept, ids[0])
         service.request_log.add(
             RequestRecord(order.id, order.request_id, tuple(ids), order.caller, order.created)
         )
 
 
-async def start(service: Service, order: Order, exchange: Exchange) -> Generation:
+async def start(service: Service, order: Order, exchange: Exchange, kept: Kept | None = None) -> Generation:
     """Run `order` up to its first delta. `exchange` holds the generation and closes it.
 
+    `kept` is what is remembered of the request, so that what becomes of it can be explained.
     Raises what the engine refuses the request with, before any status is sent.
     """
-    generation = Generation(service, order)
+    generation = Generation(service, order, kept)
     exchange.held.push_async_callback(generation.close)
     await generation.open()
     return generation
@@ -224,6 +240,11 @@ class _Watch:
         self._metrics = metrics
         self._arrived = arrived
         self._first: float | None = None
+
+    @property
+    def first_token_s(self) -> float | None:
+        """From arrival to the first token."""
+        return None if self._first is None else self._first - self._arrived
 
     def see(self, delta: Delta) -> None:
         """Record what `delta` tells."""

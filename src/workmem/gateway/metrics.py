@@ -43,6 +43,12 @@ class Metrics:
             ["source"],
             registry=registry,
         )
+        self.miss_tokens = Counter(
+            "workmem_miss_tokens",
+            "Prompt tokens of finished requests that were computed though an earlier request had them, by cause.",
+            ["cause"],
+            registry=registry,
+        )
         self.success = Counter(
             "workmem_request_success", "Completions by finish reason.", ["finished_reason"], registry=registry
         )

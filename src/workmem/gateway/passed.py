@@ -8,7 +8,15 @@ import msgspec
 
 from workmem.core.outcomes import TierName
 from workmem.gateway.exchange import Answer, Exchange, state_of
-from workmem.gateway.explain import RequestLog, RequestRecord, may_see, only_operators, unknown_request
+from workmem.gateway.explain import (
+    RequestLog,
+    RequestRecord,
+    kept_of,
+    may_see,
+    only_operators,
+    unknown_request,
+)
+from workmem.gateway.explainer import Explainer
 from workmem.gateway.failures import Refusal, json_response
 from workmem.gateway.splitting import Split
 from workmem.gateway.usage_peek import CACHED, PeekedUsage
@@ -43,7 +51,9 @@ async def explain_passed(exchange: Exchange) -> Answer:
         if record.split is not None:
             text += f" {served(record.split, record.server)}"
         raise Refusal(404, text, code="usage_not_reported")
-    return json_response(_explanation(record, record.usage))
+    explainer: Explainer = state_of(exchange.request, "explainer")
+    told = await explainer.told(kept_of(explainer, record))
+    return json_response(_explanation(record, record.usage) | told)
 
 
 def _explanation(record: PassedRequest, usage: PeekedUsage) -> dict[str, Any]:

@@ -50,6 +50,8 @@ async def create_response(exchange: Exchange) -> Answer:
         msgspec.structs.replace(left, path=wire.canonical.client_path(left.path))
         for left in translation.left_out
     ]
+    # A request that brings only what is new is compared with earlier ones as what it means.
+    meant = {**wire.body, "input": [placed.item for placed in context.items]} if context.parent else None
     answer_id = f"resp_{uuid.uuid4().hex}"
     with _in_client_words():
         asked = await ask(
@@ -59,6 +61,7 @@ async def create_response(exchange: Exchange) -> Answer:
             answer_id=answer_id,
             origins=translation.origins,
             passages=translation.passages,
+            meant=meant,
         )
 
     def keep(body: dict[str, Any]) -> None:

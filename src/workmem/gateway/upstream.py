@@ -77,6 +77,7 @@ def build_upstream_app(
         lifespan=lifespan,
     )
     app.state.upstream = front
+    app.state.explainer = front.explainer
     app.state.request_log = front.request_log
     app.state.callers = front.callers
     app.state.upstream_config = upstream

@@ -44,6 +44,13 @@ class PeekedUsage(msgspec.Struct, frozen=True):
     by_source: dict[str, int]
 
 
+def reused_tokens(usage: PeekedUsage) -> int | None:
+    """Prompt tokens that the other server says it did not compute; None where it does not say."""
+    if UNREPORTED in usage.by_source:
+        return None
+    return sum(count for source, count in usage.by_source.items() if source != COMPUTED)
+
+
 class UsagePeek:
     """`feed` it the bytes that pass, then `close` it. Answers too large to hold say nothing."""
 

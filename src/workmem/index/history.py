@@ -12,14 +12,25 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import islice
 
+import msgspec
+
 from workmem.core.generation import HandoffReport, Span
 from workmem.core.layout import BLOCK_TOKENS
 from workmem.core.outcomes import SourceRun
 from workmem.index.explanation import Difference, Explanation, account, describe
-from workmem.index.prefixes import PrefixTree
+from workmem.index.prefixes import PrefixTree, common_prefix
 
 SHOWN_TOKENS = 8
 """Token ids quoted on each side of a difference."""
+
+
+class Overlap(msgspec.Struct, frozen=True, kw_only=True):
+    """What two prompts have in common, in tokens."""
+
+    tokens_here: int
+    tokens_before: int
+    shared: int
+    """Of their beginnings."""
 
 
 class _Prompt:
@@ -135,6 +146,15 @@ class PromptHistory:
             difference=prompt.difference,
             block_tokens=self._block_tokens,
         )
+
+    def overlap(self, request_id: str, earlier_id: str) -> Overlap | None:
+        """What a prompt has in common with an earlier one of its space; None where one of them is not held."""
+        here, before = self._by_id.get(request_id), self._by_id.get(earlier_id)
+        if here is None or before is None or here.space != before.space:
+            return None
+        count, count_before = len(here.token_ids), len(before.token_ids)
+        shared = common_prefix(here.token_ids, before.token_ids, 0, min(count, count_before))
+        return Overlap(tokens_here=count, tokens_before=count_before, shared=shared)
 
     def latest(self, n: int) -> list[str]:
         """Ids of the `n` latest prompts held, newest first."""

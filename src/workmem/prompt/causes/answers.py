@@ -38,12 +38,12 @@ def answer_causes(made: Made, appended: Sequence[TurnView], *, has_objects: bool
     if not turns or not (made.text or made.calls):
         return
     path = turns[0].path
-    now = TurnView(path, "assistant", tuple(atom for turn in turns for atom in turn.atoms))
+    now = TurnView(path, "assistant", tuple(_plain(atom) for turn in turns for atom in turn.atoms))
     atoms = [Atom("thinking", "", made.thinking)] if made.thinking else []
     atoms += [Atom("text", "", made.text)] if made.text else []
     for call in made.calls:
         arguments = _spaceless(call.arguments) if has_objects else call.arguments
-        atoms.append(Atom("call", "", arguments, call.name, call.id))
+        atoms.append(_plain(Atom("call", "", arguments, call.name, call.id)))
     if not made.thinking:
         # Its thinking may be known to the client alone.
         now = TurnView(path, "assistant", tuple(atom for atom in now.atoms if atom.kind != "thinking"))
@@ -56,6 +56,11 @@ def answer_causes(made: Made, appended: Sequence[TurnView], *, has_objects: bool
         yield msgspec.structs.replace(
             found, path=found.path or path, path_before="", what=f"{_SAYS}: {found.what}"
         )
+
+
+def _plain(atom: Atom) -> Atom:
+    """`atom` with one prefix for ids of calls, whichever the API gives them."""
+    return msgspec.structs.replace(atom, id=f"call_{atom.id[6:]}") if atom.id.startswith("toolu_") else atom
 
 
 def _spaceless(arguments: str) -> str:

@@ -1,7 +1,7 @@
 """What in a text may change from one request to the next."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from workmem.prompt.volatile import find_volatile
@@ -64,7 +64,7 @@ def test_plain_text_holds_none(text):
     assert find_volatile(text) == []
 
 
-@settings(deadline=None)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.text(max_size=200) | st.from_regex(r"([0-9:T ./-]|Nov|version|[a-f0-9]{8}){0,40}", fullmatch=True))
 def test_what_is_found_is_in_order_and_apart(text):
     end = 0

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from workmem.core.errors import ClientError
+from workmem.core.generation import SamplingParams
 from workmem.gateway.exchange import Exchange, header_map, state_of
 from workmem.gateway.explain import explain_in_header
 from workmem.gateway.generation import Generation, Order, Service, start
@@ -166,9 +167,8 @@ async def ask(
     service.transcripts.count(read)
     with _in_client_words(prompt.origins):
         sampling = chat_sampling(request, forced_schema(request, prompt.tools))
-    room = service.engine.info.max_context - len(rendered.token_ids)
-    if is_cut_to_fit and sampling.max_tokens is not None and 0 < room < sampling.max_tokens:
-        sampling = msgspec.structs.replace(sampling, max_tokens=room)
+    if is_cut_to_fit:
+        sampling = _cut_to_fit(sampling, service.engine.info.max_context - len(rendered.token_ids))
     headers = header_map(exchange.request)
     caller = service.callers.who(
         headers,
@@ -198,15 +198,7 @@ async def ask(
         hints=hints,
         keep=keeping(service.transcripts, read, fresh_turn),
     )
-    kept = service.explainer.recent.add(
-        exchange.body if meant is None else msgspec.json.encode(meant),
-        wire.body if meant is None else meant,
-        wire.dialect,
-        space=exchange.tenant,
-        session=order.caller.session,
-        rules=service.rules.of(exchange.tenant, wire.body),
-    )
-    explain_in_header(exchange, service.explainer, kept)
+    kept = _remember(exchange, service, wire, meant, caller.session)
     turns = [fresh_turn() for _ in range(order.n)]
     if kept is not None and order.n == 1:
         # The next request should bring the answer back as it was.
@@ -214,6 +206,28 @@ async def ask(
     with _in_client_words(prompt.origins):
         generation = await start(service, order, exchange, kept)
     return Asked(service, request, order, generation, turns, wire.canonical.counts)
+
+
+def _cut_to_fit(sampling: SamplingParams, room: int) -> SamplingParams:
+    if sampling.max_tokens is not None and 0 < room < sampling.max_tokens:
+        return msgspec.structs.replace(sampling, max_tokens=room)
+    return sampling
+
+
+def _remember(
+    exchange: Exchange, service: Service, wire: Wire, meant: dict[str, Any] | None, session: str
+) -> Kept | None:
+    """Keep the request for explanations of what follows it, and promise its own where a header asks for that."""
+    kept = service.explainer.recent.add(
+        exchange.body if meant is None else msgspec.json.encode(meant),
+        wire.body if meant is None else meant,
+        wire.dialect,
+        space=exchange.tenant,
+        session=session,
+        rules=service.rules.of(exchange.tenant, wire.body),
+    )
+    explain_in_header(exchange, service.explainer, kept)
+    return kept
 
 
 def _note_answer(kept: Kept, turn: Turn) -> None:

@@ -162,7 +162,7 @@ def test_an_engine_that_only_waits_takes_few_steps_and_others_would_run(engine: 
     finally:
         engine.core.scheduler.schedule = schedule
     assert sources(answer) == {"computed": 129}
-    assert 1.0 <= told(answer)["handoff"]["waited_s"] < 4.0, "a quarter of the time, as nothing came"
+    assert 0.99 <= told(answer)["handoff"]["waited_s"] < 4.0, "a quarter of the time, as nothing came"
     assert len(steps) < 600 * seconds
     # One that waits stands before others in the queue, and they are done first.
     held, *others = [prompt(65, seed) for seed in range(6, 10)]

@@ -42,6 +42,8 @@ class NativeEngine(Engine):
         super().__init__(
             host,
             model,
+            # A chunk that is computed again in other steps is rounded otherwise in bf16.
+            dtype="float32",
             kv_transfer_config=transfer(host),
             max_num_batched_tokens=256,
             num_gpu_blocks_override=128,

@@ -8,7 +8,11 @@ import pytest
 from harness import prompt, sources, wait_until_attached
 
 # A block that is computed again alone is rounded otherwise in bf16.
-ENGINE = {"dtype": "float32", "max_num_batched_tokens": 256, "settings": {"vllm.deny_s": "0.001", "vllm.prefetch_share": "0"}}
+ENGINE = {
+    "dtype": "float32",
+    "max_num_batched_tokens": 256,
+    "settings": {"vllm.deny_s": "0.001", "vllm.prefetch_share": "0"},
+}
 LENGTH = 257
 BLOCKS = 8
 

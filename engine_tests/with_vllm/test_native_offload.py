@@ -19,7 +19,7 @@ GUIDE = Path(__file__).parents[2] / "docs/guides/vllm-native.md"
 MODULE = "workmem.plugins.vllm_offload"
 BLOCK = 32
 CHUNK = 2 * BLOCK
-CHUNK_BYTES = CHUNK * 2 * 30 * 3 * 64 * 2
+CHUNK_BYTES = CHUNK * 2 * 30 * 3 * 64 * 4
 CHUNKS = 24
 """Host memory that vLLM has, in chunks: less than the longest prompt, and than a few short ones."""
 WAIT_S = 60.0

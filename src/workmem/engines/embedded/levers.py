@@ -7,7 +7,7 @@ as clipped.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -39,7 +39,6 @@ class Levers:
     """Owned by the engine thread."""
 
     def __init__(self, store: SteeredStore | None, *, ttl_s: float, ttl_max_s: float) -> None:
-        self.counts: Counter[Kind] = Counter()
         self._store = store
         self._ttl_s = ttl_s
         self._ttl_max_s = ttl_max_s
@@ -54,7 +53,6 @@ class Levers:
             return
         told = self._told[seq] = list[Outcome]()
         for action in seq.request.hints:
-            self.counts[action.kind] += 1
             if action.kind is Kind.PREFETCH:
                 told.append(self._prefetch(seq, action))
             elif action.kind is Kind.DEMOTE and _is_of_another(seq, action):
